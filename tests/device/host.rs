@@ -173,11 +173,14 @@ fn fill<'a>(payload: &Path, mut trials: impl Iterator<Item = &'a String>) {
     install(&std::env::current_exe().expect("the path of this program"), &payload.join("device"));
     std::fs::copy(root.join("tests/kit/ceph/cluster"), payload.join(crate::rbd::CLUSTER))
         .expect("copying the script of the test cluster");
-    for file in std::fs::read_dir(root.join("systemd")).expect("the systemd directory") {
-        let file = file.expect("an entry of the systemd directory").path();
-        if file.is_file() {
-            std::fs::copy(&file, payload.join(file.file_name().expect("a file has a name")))
-                .expect("copying a file of the systemd directory");
+    for directory in ["systemd", "systemd/optional"] {
+        let files = std::fs::read_dir(root.join(directory)).expect("the systemd directory");
+        for file in files {
+            let file = file.expect("an entry of the systemd directory").path();
+            if file.is_file() {
+                std::fs::copy(&file, payload.join(file.file_name().expect("a file has a name")))
+                    .expect("copying a file of the systemd directory");
+            }
         }
     }
 }

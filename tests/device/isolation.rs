@@ -13,7 +13,57 @@ use crate::fixture::{Image, Node, cleat, cleat_ok, shell, status};
 use crate::trial;
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![trial("isolation_code_inside_a_worker_reaches_nothing", reaches_nothing)]
+    vec![
+        trial("isolation_code_inside_a_worker_reaches_nothing", reaches_nothing),
+        trial("isolation_udev_does_not_read_devices_with_the_optional_rules", no_scan),
+    ]
+}
+
+/// What udev has made of the content of a volume with an ext4 on its only partition.
+#[derive(Debug, PartialEq)]
+struct Scanned {
+    /// The links with names from the content: the UUID and the label of the file system and of the partition.
+    links: usize,
+    /// The properties that blkid has found, of the disk and of the partition.
+    properties: usize,
+}
+
+fn no_scan() {
+    const RULES: &str = "/etc/udev/rules.d/59-cleat-no-scan.rules";
+    let _node = Node::start();
+    let image = Image::new("scanned", "64M");
+    shell(&format!(
+        "sfdisk --quiet {0} <<< 'label: gpt
+         size=60M, uuid=11111111-2222-3333-4444-555555555555, name=of-the-content'
+         mkfs.ext4 -q -E offset=1048576 -L of-the-content -U 66666666-7777-8888-9999-000000000000 {0} 60M",
+        image.path()
+    ));
+    assert_eq!(scan(&image), Scanned { links: 4, properties: 2 }, "without the rules");
+    shell(&format!("cp 59-cleat-no-scan.rules {RULES}; udevadm control --reload"));
+    let scanned = std::panic::catch_unwind(|| scan(&image));
+    shell(&format!("rm {RULES}; udevadm control --reload"));
+    assert_eq!(scanned.expect("the volume works"), Scanned { links: 0, properties: 0 });
+}
+
+/// Maps the volume, mounts its partition by the link of cleat, and returns what udev has read.
+fn scan(image: &Image) -> Scanned {
+    let device = cleat_ok(&["map", &image.uri(), "--name", "scanned"]);
+    shell(
+        "udevadm settle --timeout=60; mkdir -p /mnt/scanned
+         mount /dev/disk/by-id/cleat-scanned-part1 /mnt/scanned
+         echo data > /mnt/scanned/file; umount /mnt/scanned; udevadm settle --timeout=60",
+    );
+    let number = |script: &str| shell(script).parse().expect("a number");
+    let links = number(
+        "cd /dev/disk; ls -d by-uuid/66666666-* by-label/of-the-content by-partuuid/11111111-* \
+             by-partlabel/of-the-content 2> /dev/null | wc -l || true",
+    );
+    let properties = number(&format!(
+        "for device in {device} {device}p1; do udevadm info --query=property $device; done \
+             | grep -cE '^ID_(FS|PART_TABLE)_UUID=' || true"
+    ));
+    cleat_ok(&["unmap", "scanned"]);
+    Scanned { links, properties }
 }
 
 fn reaches_nothing() {
