@@ -107,10 +107,13 @@ fn refuse_if_overdue(
     device: ObservedDevice,
 ) -> Plan {
     if observed.unserved_too_long && !observed.refusing {
-        let connections = record.options.connections;
-        plan.actions.push(Action::RefuseIo { index: device.index, connections });
+        plan.actions.push(refuse(record, device));
     }
     plan
+}
+
+fn refuse(record: &Record, device: ObservedDevice) -> Action {
+    Action::RefuseIo { index: device.index, connections: record.options.connections }
 }
 
 /// Returns the size that the device should get, if the volume has grown by a block or more.
@@ -190,15 +193,22 @@ fn fenced(record: &Record, observed: &Observed) -> Plan {
 }
 
 /// Plans a mapping whose worker has found another volume in place of the mapping's volume. The device is
-/// never connected to that volume.
+/// never connected to that volume, and no later worker serves it, so its I/O does not wait for one.
 fn replaced(record: &Record, found: &str, observed: &Observed) -> Plan {
     let name = &record.name;
-    let plan = Plan::fail(Failure::new(
+    let mut plan = Plan::fail(Failure::new(
         ErrorKind::Replaced,
         format!("the volume of {name} was replaced: {found}"),
         format!("cleat unmap --force {name}, then map the volume that is needed"),
     ));
-    refuse_if_unserved(plan, record, observed)
+    // Only after the last worker has ended, so that a request which it still has fails no earlier.
+    if let [device] = observed.devices.as_slice()
+        && observed.worker == ObservedWorker::Gone
+        && !observed.refusing
+    {
+        plan.actions.push(refuse(record, *device));
+    }
+    plan
 }
 
 /// Ends the waiting of requests on the device of a mapping without a worker.

@@ -2,6 +2,7 @@
 //! volume that the mapping's first worker has opened.
 
 use std::fs;
+use std::time::{Duration, Instant};
 
 use cleat_api::v1::{MapOptions, MapRequest, Mapping, MappingState};
 use nix::sys::signal::Signal;
@@ -12,9 +13,9 @@ use test_kit::node::{
     Machine, SIZE, Supervisor, assert_code, index_of, is_alive, kill, repair, request, wait_until,
 };
 
-/// Maps `uri` as `a`. Requests of a device that no worker will serve again fail after a second.
+/// Maps `uri` as `a`. Requests of a device without a worker wait for a minute.
 fn map(supervisor: &Supervisor, uri: &str) -> Mapping {
-    let options = MapOptions { dead_connection_timeout_s: 1, ..MapOptions::default() };
+    let options = MapOptions { dead_connection_timeout_s: 60, ..MapOptions::default() };
     supervisor.map_with(MapRequest { options: Some(options), ..request("a", uri) }).unwrap()
 }
 
@@ -38,8 +39,10 @@ fn assert_replaced(machine: &Machine, supervisor: &Supervisor, index: u32) {
     assert!(failed.message.contains("is another volume than"), "{failed:?}");
     assert!(failed.message.contains("cleat unmap --force a"), "{failed:?}");
     assert!(failed.fenced, "{failed:?}");
+    let since = Instant::now();
     machine.kernel.read(index, 0, 512).unwrap_err();
     machine.kernel.write(index, 0, &[7; 512]).unwrap_err();
+    assert!(since.elapsed() < Duration::from_secs(30), "the requests waited for another worker");
     let metrics = scrape(machine);
     for name in ["cleat_volume_replaced", "cleat_volume_fenced"] {
         assert_eq!(metrics.value(name, &[("volume", "a")]), Some(1.0), "{name}");

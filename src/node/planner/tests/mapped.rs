@@ -82,15 +82,15 @@ fn a_failed_sync_is_recorded_once_and_before_a_worker_starts() {
 }
 
 #[test]
-fn a_replaced_volume_is_never_opened_again_and_its_io_is_refused() {
+fn a_replaced_volume_is_never_opened_again_and_its_io_is_refused_at_once() {
     let mut record = established(1, true);
     record.replaced = Some("file:/v is another volume".to_owned());
     let refuse = Action::RefuseIo { index: 3, connections: 1 };
-    for (unserved_too_long, expected) in [(false, vec![]), (true, vec![refuse])] {
+    for (refusing, expected) in [(false, vec![refuse]), (true, vec![])] {
         // An explicit retry resets the failure count.
         for failures in [0, 3, MAX_FAILURES] {
             let gone = observed_with(ObservedWorker::Gone);
-            let observed = Observed { failures, unserved_too_long, ..gone };
+            let observed = Observed { failures, refusing, ..gone };
             let Plan { state: State::Failed(failure), actions } = plan(&record, &observed) else {
                 panic!("it goes on with {failures} failures")
             };
@@ -101,6 +101,9 @@ fn a_replaced_volume_is_never_opened_again_and_its_io_is_refused() {
     }
     let observed = observed_with(ObservedWorker::Alive { connections: 0, size: 1 << 20 });
     assert_eq!(plan(&record, &observed).actions, [], "it gets no connection");
+    let reason = "does not answer".to_owned();
+    let observed = observed_with(ObservedWorker::Unreachable { pid: 7, reason });
+    assert_eq!(plan(&record, &observed).actions, [], "it may have requests");
 }
 
 #[test]

@@ -59,6 +59,8 @@ pub(super) struct Model {
     pub fenced: bool,
     /// Whether a new worker would find another volume.
     pub replaced: bool,
+    /// Whether a worker without a volume fails the device's requests.
+    pub refusing: bool,
     /// Whether a process holds the device.
     pub in_use: bool,
     pub paths_known: bool,
@@ -78,6 +80,7 @@ impl Model {
             handed_over: false,
             fenced: false,
             replaced: false,
+            refusing: false,
             in_use: false,
             paths_known: true,
             failures: 0,
@@ -105,6 +108,7 @@ impl Model {
             holders: holder.into_iter().collect(),
             paths_known: self.paths_known,
             failures: self.failures,
+            refusing: self.refusing,
             ..observed_with(worker)
         }
     }
@@ -142,7 +146,14 @@ impl Model {
             // A forced intent stays as it is.
             Action::RecordUnmapping if record.intent != Intent::Mapped => {}
             Action::GrowDevice { .. } => unreachable!("the model's volume keeps its size"),
-            Action::RefuseIo { .. } => unreachable!("the model has no time"),
+            Action::RefuseIo { .. } => {
+                assert!(record.replaced.is_some(), "the model has no time for another reason");
+                assert!(self.worker.has_ended(), "it may have requests");
+                if fail {
+                    return Err(());
+                }
+                self.refusing = true;
+            }
             Action::RecordFenced => record.fenced = true,
             Action::RecordSyncFailed => record.sync_failed = true,
             Action::RecordUnmapping => record.intent = Intent::Unmapped,
