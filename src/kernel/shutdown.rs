@@ -18,12 +18,14 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use super::bounded_call::BoundedCalls;
+use super::exclusive;
 use super::freeze::Freezes;
 use super::mountinfo::uncovered;
 use super::namespaces::{in_namespaces, mountinfo};
+use super::netlink::Netlink;
 use super::sysfs::{Disk, Sysfs};
 use super::usage::{MOUNTINFO_MAX, Proc, read_bounded};
-use super::{Device, DeviceIndex, UnmountScope};
+use super::{DeviceIndex, Identity, UnmountScope};
 use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::Result;
 
@@ -71,10 +73,12 @@ pub enum State {
 /// # Errors
 /// Returns an error if sysfs or /proc cannot be read.
 pub fn release_devices(deadline: Instant) -> Result<Vec<Released>> {
+    let calls = BoundedCalls::new(STUCK_MAX);
     let all = All {
         sysfs: Sysfs("/sys".into()),
         proc: Proc("/proc".into()),
-        calls: BoundedCalls::new(STUCK_MAX),
+        netlink: Netlink::new(calls.clone()),
+        calls,
         freezes: Freezes::default(),
         deadline,
     };
@@ -96,7 +100,12 @@ pub fn release_devices(deadline: Instant) -> Result<Vec<Released>> {
         let state = all.freeze(&device);
         device.released(state)
     });
-    Ok(released.chain(frozen).collect())
+    let released = released.chain(frozen).collect();
+    for (index, identity) in all.connected()? {
+        // A failure makes the shutdown longer, and no file system less clean.
+        let _ = all.end(index, &identity);
+    }
+    Ok(released)
 }
 
 /// A device that is still mounted.
@@ -120,16 +129,21 @@ struct All {
     sysfs: Sysfs,
     proc: Proc,
     calls: BoundedCalls,
+    netlink: Netlink,
     freezes: Freezes,
     deadline: Instant,
 }
 
 impl All {
+    fn connected(&self) -> Result<Vec<(DeviceIndex, Identity)>> {
+        let devices = self.sysfs.devices()?.into_iter().filter(|device| device.connected);
+        Ok(devices.filter_map(|device| Some((device.index, device.identity()?))).collect())
+    }
+
     fn mounted(&self) -> Result<Vec<Mounted>> {
-        let (devices, usage) = (self.sysfs.devices()?, self.proc.usage()?);
-        let ours = devices.into_iter().filter(|d| d.connected && d.identity().is_some());
+        let usage = self.proc.usage()?;
         let mut mounted = Vec::new();
-        for Device { index, .. } in ours {
+        for (index, _) in self.connected()? {
             let disk = self.sysfs.disk(index)?;
             if usage.mounts_on(&disk).next().is_some() {
                 mounted.push(Mounted { index, disk, ended: BTreeSet::new(), unmounted: false });
@@ -185,6 +199,24 @@ impl All {
         let unmounted = in_namespaces(proc, calls, disk, scope, &what, self.deadline, unmount_here);
         let usage = self.proc.usage();
         unmounted.is_ok() && usage.is_ok_and(|usage| usage.mounts_on(disk).next().is_none())
+    }
+
+    /// Disconnects a device that nothing uses, so that its worker ends: systemd before 255 waits for workers.
+    /// Requests of another device fail as soon as its worker has ended, because no other worker serves it.
+    fn end(&self, index: DeviceIndex, identity: &Identity) -> Result<()> {
+        let (netlink, deadline) = (&self.netlink, self.deadline);
+        netlink.set_dead_connection_timeout(index, identity, Duration::ZERO, deadline)?;
+        let disk = self.sysfs.disk(index)?;
+        if !self.proc.usage()?.holders(&disk)?.is_empty() {
+            return Ok(());
+        }
+        // Fails if device mapper, md or another part of the kernel uses the device.
+        let open = move || exclusive::open(Path::new("/dev"), &disk);
+        let opened = self.calls.run(&format!("open /dev/nbd{index}"), deadline, open, drop)??;
+        let Ok(_open) = opened else { return Ok(()) };
+        let (sysfs, identity) = (self.sysfs.clone(), identity.clone());
+        let is_meant = move || Ok(sysfs.connected_device(index, &identity)?.is_some());
+        netlink.disconnect(index, deadline, is_meant)
     }
 
     fn freeze(&self, device: &Mounted) -> State {

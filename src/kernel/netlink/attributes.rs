@@ -76,7 +76,7 @@ pub(super) fn socket_attributes(sockets: &[OwnedFd]) -> Result<Nlattr<u16, Buffe
 
 /// Returns `time` in seconds, the driver's unit, rounded up so that a timeout is never shorter than
 /// requested.
-fn whole_seconds(time: Duration) -> u64 {
+pub(super) fn whole_seconds(time: Duration) -> u64 {
     time.as_secs() + u64::from(time.subsec_nanos() > 0)
 }
 

@@ -14,12 +14,12 @@ mod socket;
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use self::attributes::{
-    ATTR_BACKEND_IDENTIFIER, ATTR_INDEX, ATTR_SIZE_BYTES, Attributes, EncodeError, attribute,
-    connect_attributes, device_attributes, device_list, encoding, number, socket_attributes,
-    unexpected,
+    ATTR_BACKEND_IDENTIFIER, ATTR_DEAD_CONN_TIMEOUT, ATTR_INDEX, ATTR_SIZE_BYTES, Attributes,
+    EncodeError, attribute, connect_attributes, device_attributes, device_list, encoding, number,
+    socket_attributes, unexpected, whole_seconds,
 };
 pub(super) use self::link_events::LinkEvents;
 use self::socket::{Command, execute, open, resolve};
@@ -142,6 +142,27 @@ impl Netlink {
             drop(sockets);
             result.map(drop)
         };
+        self.run(&format!("reconfigure /dev/nbd{index}"), deadline, call, drop)
+    }
+
+    /// Sends RECONFIGURE with another dead connection timeout; 0 lets requests fail at once if no connection is alive
+    /// (`wait_for_reconnect` in drivers/block/nbd.c).
+    pub(super) fn set_dead_connection_timeout(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        timeout: Duration,
+        deadline: Instant,
+    ) -> Result<()> {
+        let encode = || -> Result<Attributes, EncodeError> {
+            let mut attributes = Attributes::new();
+            attributes.push(attribute(ATTR_INDEX, index)?);
+            attributes.push(attribute(ATTR_BACKEND_IDENTIFIER, identity.as_str())?);
+            attributes.push(attribute(ATTR_DEAD_CONN_TIMEOUT, whole_seconds(timeout))?);
+            Ok(attributes)
+        };
+        let attributes = encode().map_err(encoding)?;
+        let call = move || execute(Command::Reconfigure, attributes).map(drop);
         self.run(&format!("reconfigure /dev/nbd{index}"), deadline, call, drop)
     }
 
