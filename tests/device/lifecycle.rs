@@ -272,7 +272,12 @@ fn figures() {
     let client_ms = start.elapsed().as_millis();
     cleat_ok(&["map", "mem:16M", "--name", "idle"]);
     let worker = status("idle")["worker_pid"].clone();
-    let pss = |pid: &str| shell(&format!("awk '/^Pss:/ {{print $2}}' /proc/{pid}/smaps_rollup"));
+    // In the profile of the tests, most of it is code, of which a release build needs less.
+    let pss = |pid: &str| {
+        let fields = "/^Pss:/ { all = $2 } /^Pss_File:/ { file = $2 } /^Pss_Anon:/ { anon = $2 }";
+        let print = "END { print all \" (\" file \" of files, \" anon \" anonymous)\" }";
+        shell(&format!("awk '{fields} {print}' /proc/{pid}/smaps_rollup"))
+    };
     println!(
         "figures: map to ready, ms: median {} (min {}, max {}), of which a bare client call {client_ms}; \
          idle PSS, KiB: worker {}, supervisor {}",
