@@ -58,9 +58,10 @@ fn scan(image: &Image) -> Scanned {
         "cd /dev/disk; ls -d by-uuid/66666666-* by-label/of-the-content by-partuuid/11111111-* \
              by-partlabel/of-the-content 2> /dev/null | wc -l || true",
     );
+    // A partition also inherits the properties of its disk.
     let properties = number(&format!(
-        "for device in {device} {device}p1; do udevadm info --query=property $device; done \
-             | grep -cE '^ID_(FS|PART_TABLE)_UUID=' || true"
+        "{{ udevadm info --query=property {device} | grep ^ID_PART_TABLE_UUID= || true
+            udevadm info --query=property {device}p1 | grep ^ID_FS_UUID= || true; }} | wc -l"
     ));
     cleat_ok(&["unmap", "scanned"]);
     Scanned { links, properties }
