@@ -146,14 +146,7 @@ impl Model {
             // A forced intent stays as it is.
             Action::RecordUnmapping if record.intent != Intent::Mapped => {}
             Action::GrowDevice { .. } => unreachable!("the model's volume keeps its size"),
-            Action::RefuseIo { .. } => {
-                assert!(record.replaced.is_some(), "the model has no time for another reason");
-                assert!(self.worker.has_ended(), "it may have requests");
-                if fail {
-                    return Err(());
-                }
-                self.refusing = true;
-            }
+            Action::RefuseIo { .. } => return self.refuse_io(fail),
             Action::RecordFenced => record.fenced = true,
             Action::RecordSyncFailed => record.sync_failed = true,
             Action::RecordUnmapping => record.intent = Intent::Unmapped,
@@ -192,6 +185,14 @@ impl Model {
             forced => return self.apply_forced(forced, fail),
         }
         Ok(())
+    }
+
+    fn refuse_io(&mut self, fail: bool) -> Result<(), ()> {
+        let replaced = self.record.as_ref().is_some_and(|record| record.replaced.is_some());
+        assert!(replaced, "the model has no time for another reason");
+        assert!(self.worker.has_ended(), "it may have requests");
+        self.refusing |= !fail;
+        if fail { Err(()) } else { Ok(()) }
     }
 
     fn reconnect(&mut self, index: u32, missing: u32, fail: bool) -> Result<(), ()> {
