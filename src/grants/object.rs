@@ -16,6 +16,7 @@ pub const MAX_HOLDERS: usize = 64;
     Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
 #[serde(transparent)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Generation(pub u64);
 
 impl Generation {
@@ -65,6 +66,22 @@ impl<'de> Deserialize<'de> for Time {
     }
 }
 
+/// The schema of a time: the API server checks the format.
+#[cfg(feature = "schema")]
+impl schemars::JsonSchema for Time {
+    fn inline_schema() -> bool {
+        true
+    }
+
+    fn schema_name() -> std::borrow::Cow<'static, str> {
+        "Time".into()
+    }
+
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({ "type": "string", "format": "date-time" })
+    }
+}
+
 /// The resourceVersion of an object. It can only be compared for equality.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Version(pub String);
@@ -92,6 +109,7 @@ pub struct VolumeGrant {
 
 /// The decision which nodes may claim a volume.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct GrantSpec {
     /// The nodes that may claim the volume: one, or several in a mode that permits it.
     #[serde(default)]
@@ -104,6 +122,7 @@ pub struct GrantSpec {
 /// A node that may claim the volume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Holder {
     /// The name of the node.
     pub node: String,
@@ -123,6 +142,7 @@ pub struct Holder {
 
 /// How a holder may use a volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum Mode {
     /// The holder reads and writes, and no other node has the volume.
     ReadWrite,
@@ -142,6 +162,7 @@ impl Mode {
 
 /// What is true on the nodes and at the storage.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct GrantStatus {
     /// One entry for each node. A node writes its own entry only.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -154,6 +175,7 @@ pub struct GrantStatus {
 /// What a node reports about a volume.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct NodeEntry {
     /// The name of the node.
     pub node: String,
@@ -177,6 +199,7 @@ pub struct NodeEntry {
 /// A signal of a node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Condition {
     /// The signal.
     #[serde(rename = "type")]
@@ -184,6 +207,7 @@ pub struct Condition {
     /// Whether it is true.
     pub status: Truth,
     /// The reason, for programs.
+    #[cfg_attr(feature = "schema", schemars(with = "String"))]
     pub reason: Reason,
     /// The reason, for readers.
     #[serde(default)]
@@ -196,6 +220,7 @@ pub struct Condition {
 
 /// The signals of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum Signal {
     /// The volume is claimed and mapped, the link exists, and a read was answered.
     SafeToMount,
@@ -207,6 +232,7 @@ pub enum Signal {
 
 /// The status of a condition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum Truth {
     /// The signal is true.
     True,
@@ -245,6 +271,7 @@ pub enum Reason {
 
 /// A node that was fenced: the condition Fenced, with its proof.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct FenceEntry {
     /// The name of the node.
     pub node: String,
