@@ -7,3 +7,4 @@
 pub mod backends;
 pub mod cli;
 pub mod doctor;
+pub mod fencing;

@@ -11,6 +11,7 @@
 
 mod client;
 mod completions;
+mod controller;
 mod csi;
 mod doctor;
 pub mod exit;
@@ -125,6 +126,7 @@ enum Command {
     Fence(fence::Fence),
     Csi(csi::Csi),
     ReleaseDevices(release_devices::ReleaseDevices),
+    Controller(controller::Controller),
     #[cfg(feature = "fault")]
     Fault(fault::Fault),
     Completions(completions::Completions),
@@ -169,6 +171,7 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Fence(args) => fence::run(globals, args),
         Command::Csi(args) => csi::run(globals, &args),
         Command::ReleaseDevices(_) => release_devices::run(globals),
+        Command::Controller(args) => controller::run(globals, args),
         #[cfg(feature = "fault")]
         Command::Fault(args) => fault::run(globals, args),
         Command::Completions(args) => completions::run(&args),

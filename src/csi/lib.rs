@@ -38,3 +38,4 @@ mod status;
 mod volume_id;
 
 pub use driver::Driver;
+pub use volume_id::VolumeId;

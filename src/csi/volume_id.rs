@@ -21,16 +21,32 @@ pub(crate) const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_'
 
 /// What an id of the driver says.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum VolumeId {
+pub enum VolumeId {
     /// A file in a directory of a node.
-    File { node: String, directory: String, name: String },
+    File {
+        /// The node.
+        node: String,
+        /// The directory, as the configuration of the node names it.
+        directory: String,
+        /// The name of the file.
+        name: String,
+    },
     /// An RBD image.
-    Rbd { cluster: String, pool: String, namespace: String, image: String },
+    Rbd {
+        /// The cluster, as the file of clusters names it.
+        cluster: String,
+        /// The pool.
+        pool: String,
+        /// The namespace in the pool; it may be empty.
+        namespace: String,
+        /// The image.
+        image: String,
+    },
 }
 
 impl VolumeId {
     /// Parses an id. Returns `None` for an id that the driver did not make.
-    pub(crate) fn parse(id: &str) -> Option<Self> {
+    pub fn parse(id: &str) -> Option<Self> {
         let decoded = |part: &str| percent_decode_str(part).decode_utf8().ok().map(Into::into);
         let parts: Vec<String> = id.split('/').map(decoded).collect::<Option<_>>()?;
         let parsed = match &parts[..] {

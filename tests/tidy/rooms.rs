@@ -30,6 +30,7 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("kernel", &["core", "sys"]),
     ("filesystem", &["core", "kernel", "sys"]),
     ("grants", &["core"]),
+    ("kube", &["core", "grants"]),
     (
         "node",
         &["api", "backend", "core", "kernel", "statistics", "sys", "telemetry", "worker-protocol"],

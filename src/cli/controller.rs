@@ -1,0 +1,110 @@
+//! `cleat controller`: runs the controller of a Kubernetes cluster.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use super::{Globals, output};
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_core::random::Random;
+use cleat_kube::{Config, Policy, Timing};
+use cleat_telemetry::{Format, Log};
+
+const EXAMPLES: &str = "\
+Examples:
+  Install the custom resource of grants:
+    $ cleat controller --print-crd | kubectl apply -f -
+
+  In a pod with a service account:
+    $ cleat controller --listen 0.0.0.0:9810
+
+  On a machine with a kubeconfig, for a test:
+    $ cleat controller --kubeconfig ~/.kube/config --log-format human
+";
+
+/// Run the controller of a Kubernetes cluster: it attaches volumes, and decides which node may use them
+///
+/// Of several controllers one works, and another one replaces it within 15 seconds. The controller handles the
+/// VolumeAttachments of the driver in the place of csi-attacher: run only one of the two.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = EXAMPLES)]
+pub(super) struct Controller {
+    /// The kubeconfig file [default: that of the environment, or the service account of the pod]
+    #[arg(long, value_name = "PATH")]
+    kubeconfig: Option<PathBuf>,
+    /// The name of the CSI driver
+    #[arg(long, value_name = "NAME", default_value = "cleat.csi.storage")]
+    driver: String,
+    /// The namespace of the leader's Lease [default: that of the pod or of the kubeconfig]
+    #[arg(long, value_name = "NAME")]
+    namespace: Option<String>,
+    /// The address of /metrics, /healthz and /readyz [default: none]
+    #[arg(long, value_name = "IP:PORT")]
+    listen: Option<SocketAddr>,
+    /// The number of objects that are worked on at the same time
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u16).range(1..=256))]
+    workers: u16,
+    /// How long a node may take to release a revoked volume before it is fenced, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = Policy::default().release_timeout_s)]
+    release_timeout: u64,
+    /// After how many seconds that a node is not ready a detach by Kubernetes fences it
+    #[arg(long, value_name = "SECONDS", default_value_t = Policy::default().forced_detach_s)]
+    forced_detach: u64,
+    /// Fence a node that does not release a volume when its Lease is this old, in seconds [default: never]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    lease_timeout: Option<u64>,
+    /// Take also the volumes that are still requested from a node whose Lease is too old
+    #[arg(long, requires = "lease_timeout")]
+    remediate: bool,
+    /// Print the custom resource definition of grants and exit
+    #[arg(long)]
+    print_crd: bool,
+    /// The format of the log: auto, human, json, journald
+    #[arg(long, value_name = "FORMAT")]
+    log_format: Option<Format>,
+    /// The log level: error, warn, info, debug, trace, or a filter
+    #[arg(long, value_name = "LEVEL", default_value = "info,kube=warn")]
+    log_level: String,
+}
+
+/// Runs the controller until a signal ends it.
+///
+/// # Errors
+/// Returns an error if the API server refuses the controller, or a setting is invalid.
+pub(super) fn run(globals: &Globals, args: Controller) -> Result<()> {
+    if args.print_crd {
+        return output::text(&cleat_kube::crd::yaml());
+    }
+    let level = match globals.verbose {
+        0 => args.log_level,
+        1 => "debug,hyper=info,tower=info".to_owned(),
+        _ => "trace".to_owned(),
+    };
+    Log::check_filter(&level).map_err(|why| {
+        Error::new(ErrorKind::InvalidArgument, format!("invalid --log-level: {why}"))
+    })?;
+    Log { format: args.log_format.unwrap_or(Format::Auto), filter: level }.init()?;
+    let config = Config {
+        kubeconfig: args.kubeconfig,
+        driver: args.driver,
+        namespace: args.namespace,
+        identity: identity()?,
+        listen: args.listen,
+        workers: usize::from(args.workers),
+        policy: Policy {
+            release_timeout_s: args.release_timeout,
+            forced_detach_s: args.forced_detach,
+            lease_timeout_s: args.lease_timeout,
+            remediate: args.remediate,
+        },
+        election: Timing::default(),
+    };
+    cleat_kube::run(&config, Arc::new(crate::fencing::Volumes))
+}
+
+/// Returns a name of this process that no other controller has.
+fn identity() -> Result<String> {
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let number = Random::from_kernel()?.next();
+    Ok(format!("{}_{number:016x}", host.trim()))
+}

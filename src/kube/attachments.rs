@@ -1,0 +1,295 @@
+//! The attacher: makes VolumeAttachments of the driver requests for grants, and answers them from the grants, with
+//! the finalizers, annotations and fields of external-attacher 4.13.
+//!
+//! An attachment is a request from the moment at which it has the finalizer, so that its end is seen, and until it
+//! is being deleted. `attached` becomes true when its node has a grant, and the finalizer goes when the node has
+//! released the volume or was fenced.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_grants::answers;
+use cleat_grants::object::{Generation, Time};
+use k8s_openapi::api::core::v1::PersistentVolume;
+use k8s_openapi::api::storage::v1::{VolumeAttachment, VolumeError};
+use kube::ResourceExt;
+use serde_json::json;
+
+use crate::api::{self, grpc_code, message, seconds, timestamp};
+use crate::cluster::{Cluster, Key, grant_of};
+use crate::grant::{VOLUME_ANNOTATION, VolumeGrant, grant_name};
+use crate::queue::Next;
+use crate::source::{self, MODE_ANNOTATION, NODE_ID_ANNOTATION, Source};
+use crate::storage::Backing;
+
+/// The field of the publish context with the generation of the grant.
+const GENERATION: &str = "generation";
+
+/// How long a detach takes before its status says what it waits for. A normal one is faster.
+const DETACH_SHOWN_AFTER_S: u64 = 2;
+
+/// Attaches or detaches what the attachment `name` asks for. An error is written to its status, too.
+pub(crate) async fn sync(cluster: &Cluster, name: &str) -> Result<Next> {
+    let Some(attachment) = cluster.attachments.mirror.get(name) else { return Ok(Next::Done) };
+    let deleting = attachment.metadata.deletion_timestamp.is_some();
+    let result = if deleting {
+        detach(cluster, &attachment).await
+    } else {
+        attach(cluster, &attachment).await
+    };
+    if let Err(error) = &result
+        && !is_conflict(error)
+    {
+        save_error(cluster, name, error).await?;
+    }
+    result
+}
+
+/// Returns whether an error only says that an object has changed meanwhile.
+pub(crate) fn is_conflict(error: &Error) -> bool {
+    error.kind() == ErrorKind::Aborted
+}
+
+async fn attach(cluster: &Cluster, known: &Arc<VolumeAttachment>) -> Result<Next> {
+    if source::request(known, &cluster.finalizer).is_some() {
+        return answer(cluster, known).await;
+    }
+    let volume = match &known.spec.source.persistent_volume_name {
+        Some(name) => cluster.persistent_volume(name).await?,
+        None => None,
+    };
+    let source = source::of_attachment(known, volume.as_deref())?;
+    let node = &known.spec.node_name;
+    let node_id = || {
+        let csi_node = cluster.csi_nodes.mirror.get(node);
+        source::node_id(known, csi_node.as_deref())
+    };
+    match cluster.storage.find(&source.handle)? {
+        Backing::Local { node_id: owner } if node_id()? == owner => {
+            mark_attached(cluster, known, None).await
+        }
+        Backing::Local { node_id: owner } => {
+            let message = format!(
+                "cannot attach volume {} to node {node}: the volume is stored on node {owner}",
+                source.handle
+            );
+            let repair = "give the PersistentVolume the node affinity of its node";
+            Err(Error::new(ErrorKind::InvalidArgument, message).with_repair(repair))
+        }
+        Backing::Granted(_) => {
+            let known = prepare(cluster, known, volume.as_ref(), &source, node_id).await?;
+            answer(cluster, &known).await
+        }
+    }
+}
+
+/// Makes the attachment a request: a finalizer on the PersistentVolume, and on the attachment the finalizer, the
+/// node id, the volume and the mode.
+async fn prepare(
+    cluster: &Cluster,
+    known: &Arc<VolumeAttachment>,
+    volume: Option<&Arc<PersistentVolume>>,
+    source: &Source,
+    node_id: impl Fn() -> Result<String>,
+) -> Result<Arc<VolumeAttachment>> {
+    if let Some(volume) = volume {
+        let deleting = volume.metadata.deletion_timestamp.is_some();
+        // An attachment of external-attacher, which this controller replaces, may be in use.
+        if deleting && !known.finalizers().contains(&cluster.finalizer) {
+            let message = format!("PersistentVolume {} is marked for deletion", volume.name_any());
+            return Err(Error::new(ErrorKind::InvalidArgument, message));
+        }
+        let finalizers = with(volume.finalizers(), &cluster.finalizer);
+        if !deleting && finalizers.len() > volume.finalizers().len() {
+            let body = json!({ "metadata": { "finalizers": finalizers } });
+            let what = "cannot add the finalizer to PersistentVolume";
+            cluster.volumes.patch(volume, body, what).await?;
+            cluster.metrics.write("volume");
+        }
+    }
+    let mut annotations = known.annotations().clone();
+    annotations.insert(NODE_ID_ANNOTATION.to_owned(), node_id()?);
+    annotations.insert(VOLUME_ANNOTATION.to_owned(), source.handle.clone());
+    annotations.insert(MODE_ANNOTATION.to_owned(), format!("{:?}", source.mode));
+    let finalizers = with(known.finalizers(), &cluster.finalizer);
+    let metadata = json!({ "finalizers": finalizers, "annotations": annotations });
+    let body = json!({ "metadata": metadata });
+    let what = "cannot add the finalizer to VolumeAttachment";
+    let prepared = cluster.attachments.patch(known, body, what).await?;
+    cluster.metrics.write("attachment");
+    cluster.queue.add(Key::Grant(grant_name(&cluster.config.driver, &source.handle)));
+    Ok(prepared)
+}
+
+/// Answers a request from the grant.
+async fn answer(cluster: &Cluster, known: &VolumeAttachment) -> Result<Next> {
+    let Some(request) = source::request(known, &cluster.finalizer) else { return Ok(Next::Done) };
+    let grant = grant_of(known).and_then(|name| cluster.grants.mirror.get(&name));
+    let stored = grant.as_deref().map(VolumeGrant::stored);
+    match answers::publish(stored.as_ref().map(|stored| &stored.grant), &request) {
+        Ok(generation) => mark_attached(cluster, known, Some(generation)).await,
+        // The decision is not made yet. Its change of the grant has this attachment looked at again.
+        Err(error) if error.kind() == ErrorKind::Aborted => Ok(Next::Done),
+        Err(error) => {
+            save_error(cluster, &known.name_any(), &error).await?;
+            Ok(Next::Done)
+        }
+    }
+}
+
+/// Writes that the volume is attached, with the generation of the grant as publish context.
+async fn mark_attached(
+    cluster: &Cluster,
+    known: &VolumeAttachment,
+    generation: Option<Generation>,
+) -> Result<Next> {
+    let metadata: BTreeMap<&str, String> =
+        generation.iter().map(|generation| (GENERATION, generation.to_string())).collect();
+    let status = known.status.as_ref();
+    let has = status.and_then(|status| status.attachment_metadata.as_ref());
+    let has = has.and_then(|metadata| metadata.get(GENERATION));
+    let is_said = status.is_some_and(|status| status.attached && status.attach_error.is_none());
+    if is_said && has == metadata.get(GENERATION) {
+        return Ok(Next::Done);
+    }
+    let status = json!({
+        "attached": true, "attachError": null, "attachmentMetadata": metadata,
+    });
+    let what = "cannot write the status of VolumeAttachment";
+    cluster.attachments.patch_status(known, json!({ "status": status }), what).await?;
+    cluster.metrics.write("attachment");
+    tracing::info!(attachment = known.name_any(), node = known.spec.node_name, "attached");
+    Ok(Next::Done)
+}
+
+async fn detach(cluster: &Cluster, known: &Arc<VolumeAttachment>) -> Result<Next> {
+    if !known.finalizers().contains(&cluster.finalizer) {
+        // It was never a request, or was detached.
+        return Ok(Next::Done);
+    }
+    let node = &known.spec.node_name;
+    let Some(handle) = handle(cluster, known).await? else {
+        // external-attacher has added the finalizer, and nothing says which volume it was.
+        return finish_detach(cluster, known).await;
+    };
+    let grant = grant_name(&cluster.config.driver, &handle);
+    let is_other = |other: &Arc<VolumeAttachment>| {
+        other.name_any() != known.name_any() && other.spec.node_name == *node
+    };
+    let others = cluster.attachments_of(&grant);
+    let mut others = others.iter().filter(|other| is_other(other));
+    let is_asked_again = others.any(|other| source::request(other, &cluster.finalizer).is_some());
+    if is_asked_again {
+        return finish_detach(cluster, known).await;
+    }
+    let unpublish = |object: Option<Arc<VolumeGrant>>| {
+        let stored = object.as_deref().map(VolumeGrant::stored);
+        answers::unpublish(stored.as_ref().map(|stored| &stored.grant), node)
+    };
+    let mut answer = unpublish(cluster.grants.mirror.get(&grant));
+    if answer.is_ok() {
+        // The mirror may be old, and the end of the attachment says that the node cannot use the volume.
+        answer = unpublish(cluster.grants.refresh(&grant).await?);
+    }
+    match answer {
+        Ok(()) => finish_detach(cluster, known).await,
+        Err(error) => {
+            // The deletion has had the grant looked at. This must not do it again: a decision that waits has its
+            // attachments looked at, and the two would never end.
+            let since = known.metadata.deletion_timestamp.as_ref();
+            let since = since.map_or(Time(0), |time| seconds(time.0));
+            if since.is_older_than(DETACH_SHOWN_AFTER_S, api::now()) {
+                save_error(cluster, &known.name_any(), &error).await?;
+                return Ok(Next::Done);
+            }
+            Ok(Next::After(Duration::from_secs(DETACH_SHOWN_AFTER_S)))
+        }
+    }
+}
+
+/// Returns the volume of an attachment that is being deleted: from its annotation, so that a PersistentVolume that
+/// is gone does not matter, or from the source.
+async fn handle(cluster: &Cluster, known: &VolumeAttachment) -> Result<Option<String>> {
+    if let Some(handle) = known.annotations().get(VOLUME_ANNOTATION) {
+        return Ok(Some(handle.clone()));
+    }
+    let volume = match &known.spec.source.persistent_volume_name {
+        Some(name) => cluster.persistent_volume(name).await?,
+        None => None,
+    };
+    let source = source::of_attachment(known, volume.as_deref());
+    Ok(source.ok().map(|source| source.handle))
+}
+
+/// Removes the finalizer, and then writes that the volume is detached, in case another finalizer keeps the
+/// attachment.
+async fn finish_detach(cluster: &Cluster, known: &VolumeAttachment) -> Result<Next> {
+    let kept: Vec<&String> =
+        known.finalizers().iter().filter(|known| **known != cluster.finalizer).collect();
+    let body = json!({ "metadata": { "finalizers": kept } });
+    let what = "cannot remove the finalizer of VolumeAttachment";
+    let written = cluster.attachments.patch(known, body, what).await?;
+    cluster.metrics.write("attachment");
+    tracing::info!(attachment = known.name_any(), node = known.spec.node_name, "detached");
+    if kept.is_empty() {
+        // The API server has removed it with its last finalizer.
+        cluster.attachments.mirror.remove(&known.name_any());
+    } else {
+        let status = json!({
+            "attached": false, "attachError": null, "detachError": null, "attachmentMetadata": null,
+        });
+        let what = "cannot write the status of VolumeAttachment";
+        cluster.attachments.patch_status(&written, json!({ "status": status }), what).await?;
+    }
+    if let Some(volume) = &known.spec.source.persistent_volume_name {
+        cluster.queue.add(Key::Volume(volume.clone()));
+    }
+    Ok(Next::Done)
+}
+
+/// Writes an error to the status of an attachment: as attachError, or as detachError if it is being deleted. The
+/// same error is not written again.
+pub(crate) async fn save_error(cluster: &Cluster, name: &str, error: &Error) -> Result<()> {
+    let Some(known) = cluster.attachments.mirror.get(name) else { return Ok(()) };
+    let deleting = known.metadata.deletion_timestamp.is_some();
+    let status = known.status.as_ref();
+    if !deleting && status.is_some_and(|status| status.attached) {
+        return Ok(());
+    }
+    let of = |status| if deleting { detach_error(status) } else { attach_error(status) };
+    let said = status.and_then(of);
+    let (text, code) = (message(error), grpc_code(error.kind()));
+    let is_same = said.is_some_and(|said| said.message.as_ref() == Some(&text));
+    if is_same {
+        return Ok(());
+    }
+    let field = if deleting { "detachError" } else { "attachError" };
+    let time = timestamp().to_string();
+    let attached = status.is_some_and(|status| status.attached);
+    let entry = json!({ "time": time, "message": text, "errorCode": code });
+    let body = json!({ "status": { "attached": attached, field: entry } });
+    let what = "cannot write the status of VolumeAttachment";
+    cluster.attachments.patch_status(&known, body, what).await?;
+    cluster.metrics.write("attachment");
+    Ok(())
+}
+
+type Status = k8s_openapi::api::storage::v1::VolumeAttachmentStatus;
+
+fn attach_error(status: &Status) -> Option<&VolumeError> {
+    status.attach_error.as_ref()
+}
+
+fn detach_error(status: &Status) -> Option<&VolumeError> {
+    status.detach_error.as_ref()
+}
+
+fn with(finalizers: &[String], finalizer: &str) -> Vec<String> {
+    let mut finalizers = finalizers.to_vec();
+    if !finalizers.iter().any(|known| known == finalizer) {
+        finalizers.push(finalizer.to_owned());
+    }
+    finalizers
+}

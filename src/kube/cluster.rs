@@ -1,0 +1,226 @@
+//! What the controller has of the cluster: a mirror of each kind of object with the API to change it, the
+//! storage, and the queue of what has to be looked at.
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_core::random::Random;
+use cleat_grants::controller::Request;
+use cleat_grants::policy::NodeState;
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::{Node, PersistentVolume};
+use k8s_openapi::api::storage::v1::{CSINode, VolumeAttachment};
+use kube::api::{Api, Patch, PatchParams};
+use kube::{Client, Resource, ResourceExt};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use crate::api::{self, call};
+use crate::config::Config;
+use crate::events::Events;
+use crate::grant::{VOLUME_ANNOTATION, VolumeGrant, grant_name};
+use crate::metrics::Metrics;
+use crate::mirror::{Index, Mirror};
+use crate::nodes;
+use crate::queue::Queue;
+use crate::source;
+use crate::storage::Storage;
+
+/// The number of the index of attachments by the name of their grant.
+pub(crate) const BY_GRANT: usize = 0;
+/// The number of the index of attachments by their PersistentVolume.
+pub(crate) const BY_VOLUME: usize = 1;
+/// The number of the index of attachments by their node.
+pub(crate) const BY_NODE: usize = 2;
+
+const ATTACHMENT_INDEXES: &[Index<VolumeAttachment>] = &[
+    grant_of,
+    |attachment| attachment.spec.source.persistent_volume_name.clone(),
+    |attachment| Some(attachment.spec.node_name.clone()),
+];
+
+/// The index of PersistentVolumes by the name of their grant.
+const VOLUME_INDEXES: &[Index<PersistentVolume>] = &[|volume| {
+    let csi = volume.spec.as_ref()?.csi.as_ref()?;
+    Some(grant_name(&csi.driver, &csi.volume_handle))
+}];
+
+/// Returns the name of the grant that an attachment asks for; `None` if it is not a request yet.
+pub(crate) fn grant_of(attachment: &VolumeAttachment) -> Option<String> {
+    let handle = attachment.annotations().get(VOLUME_ANNOTATION)?;
+    Some(grant_name(&attachment.spec.attacher, handle))
+}
+
+/// What has to be looked at.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) enum Key {
+    /// A VolumeAttachment, by its name.
+    Attachment(String),
+    /// A volume, by the name of its grant.
+    Grant(String),
+    /// A PersistentVolume, by its name.
+    Volume(String),
+}
+
+/// All objects of one kind, and the API to change them.
+#[derive(Debug)]
+pub(crate) struct Kind<K: 'static> {
+    pub(crate) api: Api<K>,
+    pub(crate) mirror: Mirror<K>,
+}
+
+/// The cluster as the leader knows it. A new leader begins with an empty one.
+#[derive(Debug)]
+pub(crate) struct Cluster {
+    pub(crate) config: Config,
+    pub(crate) finalizer: String,
+    pub(crate) storage: Arc<dyn Storage>,
+    pub(crate) attachments: Kind<VolumeAttachment>,
+    pub(crate) grants: Kind<VolumeGrant>,
+    pub(crate) volumes: Kind<PersistentVolume>,
+    pub(crate) nodes: Kind<Node>,
+    pub(crate) csi_nodes: Kind<CSINode>,
+    pub(crate) leases: Kind<Lease>,
+    pub(crate) queue: Queue<Key>,
+    pub(crate) events: Events,
+    pub(crate) metrics: Arc<Metrics>,
+}
+
+impl Cluster {
+    pub(crate) fn new(
+        client: &Client,
+        config: &Config,
+        storage: Arc<dyn Storage>,
+        metrics: Arc<Metrics>,
+        random: Random,
+    ) -> Self {
+        Self {
+            finalizer: source::finalizer(&config.driver),
+            storage,
+            attachments: Kind::new(Api::all(client.clone()), ATTACHMENT_INDEXES),
+            grants: Kind::new(Api::all(client.clone()), &[]),
+            volumes: Kind::new(Api::all(client.clone()), VOLUME_INDEXES),
+            nodes: Kind::new(Api::all(client.clone()), &[]),
+            csi_nodes: Kind::new(Api::all(client.clone()), &[]),
+            leases: Kind::new(Api::namespaced(client.clone(), nodes::LEASES), &[]),
+            queue: Queue::new(random),
+            events: Events::new(client.clone(), &config.identity),
+            config: config.clone(),
+            metrics,
+        }
+    }
+
+    /// Returns the attachments of a volume, oldest first.
+    pub(crate) fn attachments_of(&self, grant: &str) -> Vec<Arc<VolumeAttachment>> {
+        let mut attachments = self.attachments.mirror.find(BY_GRANT, grant);
+        attachments.sort_by_key(|attachment| {
+            let created = attachment.metadata.creation_timestamp.as_ref().map(|time| time.0);
+            (created, attachment.name_any())
+        });
+        attachments
+    }
+
+    /// Returns the requests for a volume, oldest first.
+    pub(crate) fn requests(&self, grant: &str) -> Vec<Request> {
+        let attachments = self.attachments_of(grant);
+        let requests =
+            attachments.iter().filter_map(|known| source::request(known, &self.finalizer));
+        requests.collect()
+    }
+
+    /// Returns the states of those of `names` that exist.
+    pub(crate) fn node_states<'a>(
+        &self,
+        names: impl Iterator<Item = &'a str>,
+    ) -> BTreeMap<String, NodeState> {
+        let state = |name: &str| {
+            let node = self.nodes.mirror.get(name)?;
+            let lease = self.leases.mirror.get(name);
+            Some((name.to_owned(), nodes::state(&node, lease.as_deref())))
+        };
+        names.filter_map(state).collect()
+    }
+
+    /// Has the attachments of a volume looked at.
+    pub(crate) fn look_at_attachments(&self, attachments: &[Arc<VolumeAttachment>]) {
+        for attachment in attachments {
+            self.queue.add(Key::Attachment(attachment.name_any()));
+        }
+    }
+
+    /// Reads a PersistentVolume: from the mirror, or from the API server if the mirror does not have it yet.
+    pub(crate) async fn persistent_volume(
+        &self,
+        name: &str,
+    ) -> Result<Option<Arc<PersistentVolume>>> {
+        if let Some(known) = self.volumes.mirror.get(name) {
+            return Ok(Some(known));
+        }
+        let what = || format!("cannot read PersistentVolume {name}");
+        Ok(call(what, self.volumes.api.get_opt(name)).await?.map(Arc::new))
+    }
+}
+
+impl<K> Kind<K>
+where
+    K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Serialize + 'static,
+{
+    fn new(api: Api<K>, indexes: &'static [Index<K>]) -> Self {
+        Self { api, mirror: Mirror::new(indexes) }
+    }
+
+    /// Changes an object by a merge patch, if it is still as in `known`. `what` says what cannot be done if it
+    /// fails.
+    ///
+    /// # Errors
+    /// Returns `Aborted` if the object has changed, or does not exist any more. The mirror then has its new state.
+    pub(crate) async fn patch(&self, known: &K, body: Value, what: &str) -> Result<Arc<K>> {
+        let name = known.name_any();
+        let body = on_version(known, body);
+        let (parameters, patch) = (PatchParams::default(), Patch::Merge(body));
+        let request = self.api.patch(&name, &parameters, &patch);
+        self.written(&name, call(|| format!("{what} {name}"), request).await).await
+    }
+
+    /// As [`Kind::patch`], for the status.
+    pub(crate) async fn patch_status(&self, known: &K, body: Value, what: &str) -> Result<Arc<K>> {
+        let name = known.name_any();
+        let body = on_version(known, body);
+        let (parameters, patch) = (PatchParams::default(), Patch::Merge(body));
+        let request = self.api.patch_status(&name, &parameters, &patch);
+        self.written(&name, call(|| format!("{what} {name}"), request).await).await
+    }
+
+    /// Takes the answer to a write into the mirror. After a conflict, reads the object.
+    pub(crate) async fn written(&self, name: &str, answer: Result<K>) -> Result<Arc<K>> {
+        match answer {
+            Ok(object) => Ok(self.mirror.put(object)),
+            Err(error) if api::is_conflict(&error) => {
+                self.refresh(name).await?;
+                Err(Error::new(ErrorKind::Aborted, error.report()))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Reads the present state of an object.
+    pub(crate) async fn refresh(&self, name: &str) -> Result<Option<Arc<K>>> {
+        let what = || format!("cannot read {} {name}", K::kind(&()));
+        match call(what, self.api.get_opt(name)).await? {
+            Some(object) => Ok(Some(self.mirror.put(object))),
+            None => {
+                self.mirror.remove(name);
+                Ok(None)
+            }
+        }
+    }
+}
+
+/// Makes a patch conditional on the resourceVersion of `known`.
+fn on_version<K: ResourceExt>(known: &K, mut body: Value) -> Value {
+    body["metadata"]["resourceVersion"] = json!(known.resource_version());
+    body
+}

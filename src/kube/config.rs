@@ -1,0 +1,36 @@
+//! The settings of the controller.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use cleat_grants::policy::Policy;
+
+use crate::lease::Timing;
+
+/// The settings of the controller.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// The kubeconfig file. Without it, that of the environment or the service account of the pod is used.
+    pub kubeconfig: Option<PathBuf>,
+    /// The name of the CSI driver, whose VolumeAttachments the controller handles.
+    pub driver: String,
+    /// The namespace of the Lease of the leader; without it, that of the pod or of the kubeconfig.
+    pub namespace: Option<String>,
+    /// The name of this process in the Lease. It must differ from that of every other controller.
+    pub identity: String,
+    /// The address of the metrics and health endpoints; none without it.
+    pub listen: Option<SocketAddr>,
+    /// The number of volumes and of attachments that are worked on at the same time.
+    pub workers: usize,
+    /// When fencing may start.
+    pub policy: Policy,
+    /// The times of the leader election.
+    pub election: Timing,
+}
+
+impl Config {
+    /// Returns the name of the Lease of the leader.
+    pub(crate) fn lease(&self) -> String {
+        format!("controller-{}", self.driver)
+    }
+}

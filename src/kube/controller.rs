@@ -1,0 +1,183 @@
+//! The controller as a process: reaches the API server, waits to become the leader, leads, and stops on a signal.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_core::random::Random;
+use kube::Client;
+use kube::api::{Api, ListParams};
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+
+use crate::api::{CALL_TIMEOUT, call, message};
+use crate::cluster::Cluster;
+use crate::config::Config;
+use crate::grant::VolumeGrant;
+use crate::leader::lead;
+use crate::lease::Election;
+use crate::metrics::Metrics;
+use crate::server::{Role, Server};
+use crate::storage::Storage;
+
+/// The time between two attempts to reach the API server.
+const RETRY: Duration = Duration::from_secs(2);
+
+/// How long the controller may take to give up the lease when it ends.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// The maximum number of calls to storages that block at the same time.
+const MAX_BLOCKING: usize = 64;
+
+/// Runs the controller until SIGTERM or SIGINT. Logging must have been set up.
+///
+/// # Errors
+/// Returns an error if the kubeconfig cannot be read, if the address is in use, if the API server refuses the
+/// controller, or if the custom resource definition of grants is missing.
+pub fn run(config: &Config, storage: Arc<dyn Storage>) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .max_blocking_threads(MAX_BLOCKING)
+        .thread_name("cleat-controller")
+        .enable_all()
+        .build()
+        .map_err(|error| Error::from_io("cannot start the controller's threads", error))?;
+    let result = runtime.block_on(async {
+        let stop = stop_signal()?;
+        run_until(config, storage, stop).await
+    });
+    // A call of a storage that hangs must not block the end of the process.
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    result
+}
+
+/// Runs the controller until `stop` completes.
+///
+/// # Errors
+/// As [`run`].
+pub async fn run_until(
+    config: &Config,
+    storage: Arc<dyn Storage>,
+    stop: impl Future<Output = ()>,
+) -> Result<()> {
+    let metrics = Arc::new(Metrics::default());
+    let (role, watched) = watch::channel(Role::Starting);
+    let server = match config.listen {
+        Some(address) => Some(Server::bind(address).await?),
+        None => None,
+    };
+    let served = server.map(|server| tokio::spawn(server.serve(Arc::clone(&metrics), watched)));
+    let client = client(config).await?;
+    let namespace = config.namespace.as_deref().unwrap_or(client.default_namespace());
+    let leases = Api::namespaced(client.clone(), namespace);
+    let mut election = Election::new(leases, &config.lease(), &config.identity, config.election);
+    let result = tokio::select! {
+        () = stop => Ok(()),
+        result = serve(config, &client, &storage, &metrics, &role, &mut election) => result,
+    };
+    if *role.borrow() != Role::Starting {
+        // Nothing works any more: the next leader may begin.
+        let _ = tokio::time::timeout(RELEASE_TIMEOUT, election.release()).await;
+    }
+    if let Some(served) = served {
+        served.abort();
+    }
+    tracing::info!("the controller ends");
+    result
+}
+
+/// Waits for the lease, leads, and waits again when it is lost.
+async fn serve(
+    config: &Config,
+    client: &Client,
+    storage: &Arc<dyn Storage>,
+    metrics: &Arc<Metrics>,
+    role: &watch::Sender<Role>,
+    election: &mut Election,
+) -> Result<()> {
+    wait_for_definition(client).await?;
+    loop {
+        role.send_replace(Role::Standby);
+        tracing::info!(lease = config.lease(), "waiting for the lease");
+        election.acquire().await;
+        role.send_replace(Role::Syncing);
+        metrics.leader.set(1);
+        let (storage, metrics) = (Arc::clone(storage), Arc::clone(metrics));
+        let random = Random::from_kernel()?;
+        let cluster = Cluster::new(client, config, storage, Arc::clone(&metrics), random);
+        let lost = tokio::select! {
+            () = lead(Arc::new(cluster), role) => continue,
+            lost = election.hold() => lost,
+        };
+        metrics.leader.set(0);
+        tracing::warn!("not the leader any more: {}", lost.report());
+    }
+}
+
+/// Waits until the API server answers, and checks that it has the custom resource.
+async fn wait_for_definition(client: &Client) -> Result<()> {
+    let grants: Api<VolumeGrant> = Api::all(client.clone());
+    let mut reported = false;
+    loop {
+        let parameters = ListParams::default().limit(1);
+        let what = || "cannot list the grants".to_owned();
+        let Err(error) = call(what, grants.list(&parameters)).await else { return Ok(()) };
+        match error.kind() {
+            ErrorKind::NotFound => {
+                let message = "the custom resource definition of grants is not installed";
+                let repair = "run: cleat controller --print-crd | kubectl apply -f -";
+                return Err(Error::new(ErrorKind::NotFound, message).with_repair(repair));
+            }
+            ErrorKind::Unavailable | ErrorKind::TimedOut => {
+                if !reported {
+                    tracing::warn!("{}; trying again", message(&error));
+                }
+                reported = true;
+                tokio::time::sleep(RETRY).await;
+            }
+            _ => return Err(error),
+        }
+    }
+}
+
+/// Makes the client of the API server.
+async fn client(config: &Config) -> Result<Client> {
+    let invalid = |what: String, error: kube::Error| {
+        Error::new(ErrorKind::InvalidArgument, what).with_source(error)
+    };
+    let mut settings = match &config.kubeconfig {
+        Some(path) => {
+            let what = || format!("cannot read the kubeconfig {}", path.display());
+            let read =
+                Kubeconfig::read_from(path).map_err(|error| invalid(what(), error.into()))?;
+            let options = KubeConfigOptions::default();
+            kube::Config::from_custom_kubeconfig(read, &options)
+                .await
+                .map_err(|error| invalid(what(), error.into()))?
+        }
+        None => kube::Config::infer().await.map_err(|error| {
+            let what = "cannot find the API server".to_owned();
+            invalid(what, kube::Error::InferConfig(error)).with_repair(
+                "use --kubeconfig, or run the controller in a pod with a service account",
+            )
+        })?,
+    };
+    settings.connect_timeout = Some(CALL_TIMEOUT);
+    Client::try_from(settings)
+        .map_err(|error| invalid("cannot make the client of the API server".to_owned(), error))
+}
+
+/// Returns a future that completes at the first SIGTERM or SIGINT. The signals are handled from now on.
+fn stop_signal() -> Result<impl Future<Output = ()>> {
+    let failed = |error| Error::from_io("cannot handle signals", error);
+    let mut terminate = signal(SignalKind::terminate()).map_err(failed)?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(failed)?;
+    Ok(async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+    })
+}

@@ -1,0 +1,236 @@
+//! The custom resource `VolumeGrant`: the object of `cleat_grants` with its metadata.
+
+use std::borrow::Cow;
+
+use cleat_grants::controller::Until;
+use cleat_grants::object::{GrantSpec, GrantStatus, StoredGrant, Time, Version};
+use kube::api::ObjectMeta;
+use kube::core::{ClusterResourceScope, Resource};
+use serde::{Deserialize, Serialize};
+
+/// The API group of cleat's custom resources.
+pub const GROUP: &str = "cleat.csi.storage";
+
+/// The version of the group.
+pub const VERSION: &str = "v1alpha1";
+
+/// The kind of the grant.
+pub const KIND: &str = "VolumeGrant";
+
+/// The name of the resource in URLs.
+pub const PLURAL: &str = "volumegrants";
+
+/// The finalizer of a grant. The controller removes it when no holder is left.
+pub const FINALIZER: &str = "cleat.csi.storage/grant";
+
+/// The annotation that names the volume: its CSI volume handle. A grant and a VolumeAttachment have it.
+pub const VOLUME_ANNOTATION: &str = "cleat.csi.storage/volume";
+
+/// The label with the name of the CSI driver whose volume it is.
+pub const DRIVER_LABEL: &str = "cleat.csi.storage/driver";
+
+/// The maximum length of the readable part of a grant's name.
+const READABLE: usize = 56;
+
+/// A grant: which nodes may use a volume, and what is true on them. Cluster-scoped, one for each volume.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct VolumeGrant {
+    #[serde(default = "api_version")]
+    api_version: String,
+    #[serde(default = "kind")]
+    kind: String,
+    /// The metadata. The name follows from the volume: [`grant_name`].
+    pub metadata: ObjectMeta,
+    /// The decision: only the controller writes it.
+    pub spec: GrantSpec,
+    /// What is true on the nodes and at the storage.
+    #[serde(default)]
+    pub status: Status,
+}
+
+/// The status of a grant.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Status {
+    /// The part that decisions depend on.
+    #[serde(flatten)]
+    pub grant: GrantStatus,
+    /// What the volume waits for, for users: no decision depends on it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub waiting: Vec<Waiting>,
+}
+
+/// What a holder or a request waits for. Only the controller writes it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
+pub struct Waiting {
+    /// The node of the holder that has to release the volume, or of the request that cannot be granted.
+    pub node: String,
+    /// What has to happen, for programs: `Released`, `ReleasedOrLost`, `OtherHolders`, `Cleaned` or `InService`.
+    pub until: String,
+    /// Since when the controller waits.
+    pub since: Time,
+    /// What has to happen, for readers.
+    pub message: String,
+    /// What an administrator can do.
+    pub action: String,
+}
+
+impl Waiting {
+    /// Describes an entry of `cleat_grants::controller::Step::Wait`.
+    pub fn new(node: &str, until: Until, since: Time) -> Self {
+        let (message, action) = match until {
+            Until::Released => (
+                format!("node {node} must release the volume; it is fenced if it does not"),
+                "wait".to_owned(),
+            ),
+            Until::ReleasedOrLost => (
+                format!("node {node} must release the volume; it is not known to be lost"),
+                format!(
+                    "look at the agent on node {node}; if the node is lost: kubectl taint node {node} \
+                     node.kubernetes.io/out-of-service=lost:NoExecute"
+                ),
+            ),
+            Until::OtherHolders => {
+                (format!("node {node} waits until another holder is gone"), "wait".to_owned())
+            }
+            Until::Cleaned => (
+                format!("node {node} was fenced and has not cleaned up"),
+                format!("start the agent on node {node}, or reboot the node"),
+            ),
+            Until::InService => (
+                format!("node {node} does not exist or is out of service"),
+                format!(
+                    "kubectl taint node {node} node.kubernetes.io/out-of-service- (when it is back)"
+                ),
+            ),
+        };
+        Self { node: node.to_owned(), until: format!("{until:?}"), since, message, action }
+    }
+
+    /// Returns whether two entries differ at most in the time.
+    pub fn is_same(&self, other: &Self) -> bool {
+        self.node == other.node && self.until == other.until
+    }
+}
+
+impl VolumeGrant {
+    /// Creates the object for the volume `handle` of `driver`.
+    pub fn new(driver: &str, handle: &str, spec: GrantSpec) -> Self {
+        let annotations = [(VOLUME_ANNOTATION.to_owned(), handle.to_owned())].into();
+        let metadata = ObjectMeta {
+            name: Some(grant_name(driver, handle)),
+            labels: Some([(DRIVER_LABEL.to_owned(), driver.to_owned())].into()),
+            annotations: Some(annotations),
+            finalizers: Some(vec![FINALIZER.to_owned()]),
+            ..ObjectMeta::default()
+        };
+        let (api_version, kind) = (api_version(), kind());
+        Self { api_version, kind, metadata, spec, status: Status::default() }
+    }
+
+    /// Returns the object as the decisions need it.
+    pub fn stored(&self) -> StoredGrant {
+        StoredGrant {
+            version: Version(self.metadata.resource_version.clone().unwrap_or_default()),
+            deleting: self.metadata.deletion_timestamp.is_some(),
+            grant: cleat_grants::object::VolumeGrant {
+                spec: self.spec.clone(),
+                status: self.status.grant.clone(),
+            },
+        }
+    }
+
+    /// Returns the volume that the object is about, from its annotation.
+    pub fn volume(&self) -> Option<&str> {
+        self.metadata.annotations.as_ref()?.get(VOLUME_ANNOTATION).map(String::as_str)
+    }
+}
+
+impl Resource for VolumeGrant {
+    type DynamicType = ();
+    type Scope = ClusterResourceScope;
+
+    fn kind((): &()) -> Cow<'_, str> {
+        KIND.into()
+    }
+
+    fn group((): &()) -> Cow<'_, str> {
+        GROUP.into()
+    }
+
+    fn version((): &()) -> Cow<'_, str> {
+        VERSION.into()
+    }
+
+    fn plural((): &()) -> Cow<'_, str> {
+        PLURAL.into()
+    }
+
+    fn meta(&self) -> &ObjectMeta {
+        &self.metadata
+    }
+
+    fn meta_mut(&mut self) -> &mut ObjectMeta {
+        &mut self.metadata
+    }
+}
+
+/// Returns the name of the grant of a volume: readable, and different for different volumes. All
+/// PersistentVolumes of one volume therefore share one grant.
+pub fn grant_name(driver: &str, handle: &str) -> String {
+    let last = handle.rsplit('/').find(|part| !part.is_empty()).unwrap_or_default();
+    let plain = |c: char| {
+        let c = c.to_ascii_lowercase();
+        if c.is_ascii_lowercase() || c.is_ascii_digit() { c } else { '-' }
+    };
+    let readable: String = last.chars().map(plain).take(READABLE).collect();
+    let readable = match readable.trim_matches('-') {
+        "" => "volume",
+        readable => readable,
+    };
+    let hash = hmac_sha256::Hash::hash(format!("{driver}\n{handle}").as_bytes());
+    let hash: String = hash[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("{readable}-{hash}")
+}
+
+fn api_version() -> String {
+    format!("{GROUP}/{VERSION}")
+}
+
+fn kind() -> String {
+    KIND.to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cleat_grants::object::Generation;
+
+    #[test]
+    fn names_are_valid_and_differ() {
+        for handle in ["", "/", "rbd/ceph/volumes//csi-vol-1", "Ä_x", &"x".repeat(1000)] {
+            let name = grant_name("d", handle);
+            assert!(name.len() <= READABLE + 17, "{name}");
+            let is_plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+            assert!(name.chars().all(is_plain) && !name.starts_with('-'), "{name}");
+        }
+        assert!(grant_name("d", "rbd/ceph/volumes//csi-vol-1").starts_with("csi-vol-1-"));
+        assert_ne!(grant_name("d", "rbd/a/p//v"), grant_name("d", "rbd/b/p//v"));
+        assert_ne!(grant_name("d", "v"), grant_name("e", "v"));
+    }
+
+    #[test]
+    fn the_json_is_that_of_the_grants_with_metadata() {
+        let spec = GrantSpec { holders: Vec::new(), generation: Generation(3) };
+        let mut grant = VolumeGrant::new("d", "rbd/ceph/volumes//db", spec);
+        grant.status.waiting.push(Waiting::new("a", Until::ReleasedOrLost, Time(0)));
+        let json = serde_json::to_value(&grant).unwrap();
+        assert_eq!(json["apiVersion"], "cleat.csi.storage/v1alpha1");
+        assert_eq!(json["kind"], "VolumeGrant");
+        assert_eq!(json["spec"]["generation"], 3);
+        assert_eq!(json["status"]["waiting"][0]["until"], "ReleasedOrLost");
+        let same: cleat_grants::object::VolumeGrant = serde_json::from_value(json.clone()).unwrap();
+        assert_eq!(same, grant.stored().grant);
+        assert_eq!(serde_json::from_value::<VolumeGrant>(json).unwrap(), grant);
+    }
+}

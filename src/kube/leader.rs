@@ -1,0 +1,258 @@
+//! The work of the leader: watches the objects, queues what has changed, and has it worked on.
+
+use std::fmt::Debug;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cleat_core::error::{Error, Result};
+use futures::StreamExt;
+use k8s_openapi::api::core::v1::{Node, PersistentVolume};
+use k8s_openapi::api::storage::v1::VolumeAttachment;
+use kube::runtime::WatchStreamExt;
+use kube::runtime::watcher::{self, Event, watcher};
+use kube::{Resource, ResourceExt};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+
+use crate::attachments;
+use crate::cluster::{BY_NODE, BY_VOLUME, Cluster, Key, Kind, grant_of};
+use crate::grant::{DRIVER_LABEL, VolumeGrant};
+use crate::mirror::Change;
+use crate::nodes;
+use crate::persistent_volumes;
+use crate::queue::{CONFLICT, FAILED, Next};
+use crate::server::Role;
+use crate::volumes;
+
+/// The time between two updates of the gauges.
+const GAUGE_PERIOD: Duration = Duration::from_secs(1);
+
+/// Works as the leader until the future is dropped.
+pub(crate) async fn lead(cluster: Arc<Cluster>, role: &watch::Sender<Role>) {
+    let mut tasks = JoinSet::new();
+    let of_driver = |cluster: &Cluster, grant: &VolumeGrant| {
+        grant.labels().get(DRIVER_LABEL) == Some(&cluster.config.driver)
+    };
+    feed(&mut tasks, &cluster, |cluster| &cluster.grants, of_driver, grant_changed);
+    feed(&mut tasks, &cluster, |cluster| &cluster.nodes, |_, _| true, node_changed);
+    feed(
+        &mut tasks,
+        &cluster,
+        |cluster| &cluster.csi_nodes,
+        |_, _| true,
+        |cluster, change| {
+            look_at_node(cluster, change.after.as_ref().map(|node| node.name_any()).as_deref());
+        },
+    );
+    feed(&mut tasks, &cluster, |cluster| &cluster.volumes, is_ours, volume_changed);
+    let with_leases = cluster.config.policy.lease_timeout_s.is_some();
+    if with_leases {
+        feed(&mut tasks, &cluster, |cluster| &cluster.leases, |_, _| true, |_, _| {});
+    }
+    let first = |cluster: &Cluster| {
+        let leases = !with_leases || cluster.leases.mirror.is_complete();
+        cluster.grants.mirror.is_complete()
+            && cluster.nodes.mirror.is_complete()
+            && cluster.csi_nodes.mirror.is_complete()
+            && cluster.volumes.mirror.is_complete()
+            && leases
+    };
+    until(|| first(&cluster)).await;
+    // The requests are listed last: a grant whose request is not in the list yet would be revoked.
+    let ours =
+        |cluster: &Cluster, known: &VolumeAttachment| known.spec.attacher == cluster.config.driver;
+    feed(&mut tasks, &cluster, |cluster| &cluster.attachments, ours, attachment_changed);
+    until(|| cluster.attachments.mirror.is_complete()).await;
+    tracing::info!(
+        attachments = cluster.attachments.mirror.len(),
+        grants = cluster.grants.mirror.len(),
+        "leading"
+    );
+    role.send_replace(Role::Leader);
+    for _ in 0..cluster.config.workers {
+        let cluster = Arc::clone(&cluster);
+        tasks.spawn(async move {
+            loop {
+                work(&cluster).await;
+            }
+        });
+    }
+    loop {
+        let metrics = &cluster.metrics;
+        let size = |size: usize| i64::try_from(size).unwrap_or(i64::MAX);
+        metrics.grants.set(size(cluster.grants.mirror.len()));
+        metrics.attachments.set(size(cluster.attachments.mirror.len()));
+        metrics.queue.set(size(cluster.queue.len()));
+        tokio::time::sleep(GAUGE_PERIOD).await;
+    }
+}
+
+/// Waits until a list was read.
+async fn until(is_complete: impl Fn() -> bool) {
+    while !is_complete() {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// Starts a watch of all objects of one kind that `keep` accepts.
+fn feed<K>(
+    tasks: &mut JoinSet<()>,
+    cluster: &Arc<Cluster>,
+    kind: fn(&Cluster) -> &Kind<K>,
+    keep: fn(&Cluster, &K) -> bool,
+    changed: fn(&Cluster, &Change<K>),
+) where
+    K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Serialize + Send + Sync,
+    K: 'static,
+{
+    let cluster = Arc::clone(cluster);
+    tasks.spawn(async move {
+        let api = kind(&cluster).api.clone();
+        let mut events = pin!(watcher(api, watcher::Config::default()).default_backoff());
+        while let Some(event) = events.next().await {
+            let event = match event {
+                Ok(event) => event.modify(|object| object.managed_fields_mut().clear()),
+                Err(error) => {
+                    tracing::warn!("cannot watch {}: {error}", K::plural(&()));
+                    continue;
+                }
+            };
+            let is_wanted = match &event {
+                Event::Apply(object) | Event::InitApply(object) => keep(&cluster, object),
+                Event::Delete(_) | Event::Init | Event::InitDone => true,
+            };
+            if is_wanted {
+                for change in kind(&cluster).mirror.apply(event) {
+                    changed(&cluster, &change);
+                }
+            }
+        }
+    });
+}
+
+fn is_ours(cluster: &Cluster, volume: &PersistentVolume) -> bool {
+    let csi = volume.spec.as_ref().and_then(|spec| spec.csi.as_ref());
+    csi.is_some_and(|csi| csi.driver == cluster.config.driver)
+}
+
+fn grant_changed(cluster: &Cluster, change: &Change<VolumeGrant>) {
+    if let Some(grant) = change.after.as_ref().or(change.before.as_ref()) {
+        let name = grant.name_any();
+        cluster.look_at_attachments(&cluster.attachments_of(&name));
+        cluster.queue.add(Key::Grant(name));
+    }
+}
+
+fn attachment_changed(cluster: &Cluster, change: &Change<VolumeAttachment>) {
+    let Some(known) = change.after.as_ref().or(change.before.as_ref()) else { return };
+    if let (Some(before), Some(after)) = (&change.before, &change.after)
+        && !is_news(before, after)
+    {
+        return;
+    }
+    cluster.queue.add(Key::Attachment(known.name_any()));
+    if let Some(grant) = grant_of(known) {
+        cluster.queue.add(Key::Grant(grant));
+    }
+    let volume = known.spec.source.persistent_volume_name.as_ref();
+    if let Some(volume) = volume.filter(|_| change.after.is_none()) {
+        cluster.queue.add(Key::Volume(volume.clone()));
+    }
+}
+
+/// Returns whether two states of an attachment differ in more than what the controller itself writes about
+/// errors: such a write must not have the attachment looked at again before its backoff ends.
+fn is_news(before: &VolumeAttachment, after: &VolumeAttachment) -> bool {
+    let plain = |known: &VolumeAttachment| {
+        let mut known = known.clone();
+        known.metadata.resource_version = None;
+        let status = known.status.get_or_insert_default();
+        (status.attach_error, status.detach_error) = (None, None);
+        known
+    };
+    plain(before) != plain(after)
+}
+
+fn volume_changed(cluster: &Cluster, change: &Change<PersistentVolume>) {
+    let Some(known) = change.after.as_ref().or(change.before.as_ref()) else { return };
+    let name = known.name_any();
+    if known.metadata.deletion_timestamp.is_some() {
+        cluster.queue.add(Key::Volume(name));
+    } else if change.before.is_none() {
+        cluster.look_at_attachments(&cluster.attachments.mirror.find(BY_VOLUME, &name));
+    }
+}
+
+/// Has the volumes of a node looked at when the node appears, disappears, or changes in what counts here. A
+/// heartbeat changes nothing.
+fn node_changed(cluster: &Cluster, change: &Change<Node>) {
+    let state = |node: &Arc<Node>| nodes::state(node, None);
+    if change.before.as_ref().map(state) == change.after.as_ref().map(state) {
+        return;
+    }
+    let Some(node) = change.after.as_ref().or(change.before.as_ref()) else { return };
+    let name = node.name_any();
+    for grant in cluster.grants.mirror.all() {
+        if grant.spec.holders.iter().any(|holder| holder.node == name) {
+            cluster.queue.add(Key::Grant(grant.name_any()));
+        }
+    }
+    look_at_node(cluster, Some(&name));
+}
+
+fn look_at_node(cluster: &Cluster, name: Option<&str>) {
+    let Some(name) = name else { return };
+    for attachment in cluster.attachments.mirror.find(BY_NODE, name) {
+        cluster.queue.add(Key::Attachment(attachment.name_any()));
+        if let Some(grant) = grant_of(&attachment) {
+            cluster.queue.add(Key::Grant(grant));
+        }
+    }
+}
+
+/// Works on the next object of the queue.
+async fn work(cluster: &Cluster) {
+    let key = cluster.queue.next().await;
+    // An object that is answered from the mirrors waits for nothing: other tasks must get their turn.
+    tokio::task::yield_now().await;
+    let (kind, result) = match &key {
+        Key::Attachment(name) => ("attachment", attachments::sync(cluster, name).await),
+        Key::Volume(name) => ("volume", persistent_volumes::sync(cluster, name).await),
+        Key::Grant(name) => {
+            let decided = volumes::decide(cluster, name).await;
+            if let Err(error) = &decided
+                && !attachments::is_conflict(error)
+            {
+                volumes::report(cluster, name, error).await;
+            }
+            ("grant", decided)
+        }
+    };
+    let next = ended(cluster, &key, kind, result);
+    cluster.queue.done(key, next);
+}
+
+fn ended(cluster: &Cluster, key: &Key, kind: &'static str, result: Result<Next>) -> Next {
+    let failed = |error: &Error| {
+        tracing::warn!(?key, "{}", crate::api::message(error));
+    };
+    match result {
+        Ok(next) => {
+            cluster.metrics.sync(kind, "ok");
+            next
+        }
+        Err(error) if attachments::is_conflict(&error) => {
+            cluster.metrics.sync(kind, "conflict");
+            tracing::debug!(?key, "{}", error.report());
+            Next::Failed(CONFLICT)
+        }
+        Err(error) => {
+            cluster.metrics.sync(kind, "failed");
+            failed(&error);
+            Next::Failed(FAILED)
+        }
+    }
+}

@@ -1,0 +1,38 @@
+//! The controller of cleat for Kubernetes: VolumeAttachments of the driver become requests, `cleat_grants` decides
+//! which node may use a volume, and this crate carries the decisions out.
+//!
+//! - Input: VolumeAttachments, PersistentVolumes, Nodes, CSINodes, Leases and grants, all watched; the record of a
+//!   volume at its storage.
+//! - Output: grants ([`grant::VolumeGrant`]), the status, annotations and finalizers of VolumeAttachments,
+//!   finalizers of PersistentVolumes, events; fences at the storage ([`storage::Fencing`]).
+//!
+//! One process leads (`lease`), and everything that it knows can be read again: a new leader begins with empty
+//! mirrors. `leader` watches and queues, `attachments`, `volumes` and `persistent_volumes` work on one object each.
+//!
+//! What must never happen here: a write that is not conditional on the version from which it was decided; a decision
+//! about a volume that is not made by `cleat_grants`; a grant of a volume whose storage cannot cut a client off.
+
+mod api;
+mod attachments;
+mod cluster;
+mod config;
+mod controller;
+pub mod crd;
+mod events;
+pub mod grant;
+mod leader;
+mod lease;
+mod metrics;
+mod mirror;
+mod nodes;
+mod persistent_volumes;
+mod queue;
+mod server;
+mod source;
+pub mod storage;
+mod volumes;
+
+pub use cleat_grants::policy::Policy;
+pub use config::Config;
+pub use controller::{run, run_until};
+pub use lease::Timing;

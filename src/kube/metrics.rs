@@ -1,0 +1,73 @@
+//! The metrics of the controller.
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+
+use cleat_core::error::{Error, ErrorKind, Result};
+
+/// The counters, and the gauges that the leader sets.
+#[derive(Debug, Default)]
+pub(crate) struct Metrics {
+    writes: Family<Write, Counter>,
+    syncs: Family<Sync, Counter>,
+    fences: Counter,
+    pub(crate) leader: Gauge,
+    pub(crate) grants: Gauge,
+    pub(crate) attachments: Gauge,
+    pub(crate) queue: Gauge,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Write {
+    object: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Sync {
+    object: &'static str,
+    result: &'static str,
+}
+
+impl Metrics {
+    /// Counts a write of an object.
+    pub(crate) fn write(&self, object: &'static str) {
+        self.writes.get_or_create(&Write { object }).inc();
+    }
+
+    /// Counts an object that was looked at.
+    pub(crate) fn sync(&self, object: &'static str, result: &'static str) {
+        self.syncs.get_or_create(&Sync { object, result }).inc();
+    }
+
+    /// Counts a node that was fenced.
+    pub(crate) fn fenced(&self) {
+        self.fences.inc();
+    }
+
+    /// Returns the metrics in the OpenMetrics text format.
+    ///
+    /// # Errors
+    /// Returns `Internal` if a value cannot be formatted.
+    pub(crate) fn text(&self) -> Result<String> {
+        let mut registry = Registry::with_prefix("cleat_controller");
+        let writes = "Writes to the API server, by object";
+        registry.register("writes", writes, self.writes.clone());
+        let syncs = "Objects that were looked at, by object and result";
+        registry.register("syncs", syncs, self.syncs.clone());
+        let fences = "Nodes that were fenced at the storage of a volume";
+        registry.register("fences", fences, self.fences.clone());
+        registry.register("leader", "Whether this process is the leader", self.leader.clone());
+        registry.register("grants", "Volumes with a grant", self.grants.clone());
+        let attachments = "VolumeAttachments of the driver";
+        registry.register("attachments", attachments, self.attachments.clone());
+        registry.register("queue", "Objects that wait to be looked at", self.queue.clone());
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &registry).map_err(|error| {
+            Error::new(ErrorKind::Internal, "cannot format the metrics").with_source(error)
+        })?;
+        Ok(text)
+    }
+}

@@ -1,0 +1,345 @@
+//! Decides about one volume, step by step: `cleat_grants` decides, and this module reads, writes and fences.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cleat_core::clock::{Clock, SystemClock};
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_grants::controller::{self, Change, RevocationReason, Step, View, Waiting};
+use cleat_grants::object::{FenceEntry, GrantSpec, Time, Version};
+use cleat_grants::policy::{FencingReason, NodeState, Policy};
+use cleat_grants::record::{Record, Target};
+use k8s_openapi::api::storage::v1::VolumeAttachment;
+use kube::ResourceExt;
+use kube::api::PostParams;
+use serde_json::json;
+
+use crate::api::{self, call};
+use crate::cluster::{Cluster, Key};
+use crate::events::describe;
+use crate::grant::{self, FINALIZER, VOLUME_ANNOTATION, VolumeGrant};
+use crate::queue::Next;
+use crate::source;
+use crate::storage::{Backing, Fencing};
+
+/// The timeout of a call to the storage.
+const STORAGE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The maximum number of steps before other volumes get their turn.
+const MAX_STEPS: usize = 16;
+
+/// How long the controller waits before it writes down what a volume waits for. A normal move is faster, and
+/// causes no such write.
+const WAITING_SHOWN_AFTER_S: u64 = 2;
+
+/// How long after a request has disappeared from the watch it is looked at again.
+const REQUEST_DELAY: Duration = Duration::from_millis(500);
+
+/// Decides about the volume of the grant `name` until it has to wait.
+pub(crate) async fn decide(cluster: &Cluster, name: &str) -> Result<Next> {
+    let mut record: Option<Record> = None;
+    for _ in 0..MAX_STEPS {
+        let Some(volume) = Volume::observe(cluster, name)? else { return Ok(Next::Done) };
+        let stored = volume.grant.as_deref().map(VolumeGrant::stored);
+        let (requests, nodes) = (&volume.requests, &volume.nodes);
+        let view = View { grant: stored.as_ref(), requests, nodes, record: record.as_ref() };
+        let now = api::now();
+        match controller::decide(&view, &cluster.config.policy, now) {
+            Step::Wait(waiting) => return volume.wait(&waiting, now).await,
+            Step::ReadRecord => record = Some(volume.read_record().await?),
+            Step::WriteSpec { change: Change::Revoked(node, _, reason), .. }
+                if reason == RevocationReason::NotRequested
+                    && volume.is_requested(&node).await? =>
+            {
+                return Ok(Next::After(REQUEST_DELAY));
+            }
+            step => {
+                volume.perform(step).await?;
+                record = None;
+            }
+        }
+    }
+    Ok(Next::After(Duration::ZERO))
+}
+
+/// One volume, as it was observed for one step.
+struct Volume<'a> {
+    cluster: &'a Cluster,
+    name: &'a str,
+    handle: String,
+    storage: Arc<dyn Fencing>,
+    grant: Option<Arc<VolumeGrant>>,
+    requests: Vec<controller::Request>,
+    nodes: std::collections::BTreeMap<String, NodeState>,
+}
+
+impl<'a> Volume<'a> {
+    /// Returns `None` if there is nothing to decide.
+    fn observe(cluster: &'a Cluster, name: &'a str) -> Result<Option<Self>> {
+        let grant = cluster.grants.mirror.get(name);
+        let requests = cluster.requests(name);
+        if grant.is_none() && requests.is_empty() {
+            return Ok(None);
+        }
+        let of_grant = grant.as_ref().and_then(|grant| grant.volume()).map(str::to_owned);
+        let attachments = cluster.attachments_of(name);
+        let of_request = || {
+            let annotations = attachments.iter().map(|known| known.annotations());
+            annotations.filter_map(|known| known.get(VOLUME_ANNOTATION)).next().cloned()
+        };
+        let Some(handle) = of_grant.or_else(of_request) else {
+            let message = format!("grant {name} has no annotation {VOLUME_ANNOTATION}");
+            let repair = "delete the grant: it is made anew when the volume is requested";
+            return Err(Error::new(ErrorKind::InvalidArgument, message).with_repair(repair));
+        };
+        let Backing::Granted(storage) = cluster.storage.find(&handle)? else { return Ok(None) };
+        let holders = grant.iter().flat_map(|grant| &grant.spec.holders);
+        let holders = holders.map(|holder| holder.node.clone());
+        let asking = requests.iter().map(|request| request.node.clone());
+        let names: BTreeSet<String> = holders.chain(asking).collect();
+        let nodes = cluster.node_states(names.iter().map(String::as_str));
+        Ok(Some(Self { cluster, name, handle, storage, grant, requests, nodes }))
+    }
+
+    /// Carries out a step that changes something.
+    async fn perform(&self, step: Step) -> Result<()> {
+        match step {
+            Step::Wait(_) | Step::ReadRecord => Ok(()),
+            Step::Create(spec) => self.create(spec).await,
+            Step::WriteSpec { version, spec, change } => {
+                self.write_spec(version, spec, &change).await
+            }
+            Step::WriteFences { version, fences } => self.write_fences(version, fences).await,
+            Step::Fence(target, reason) => self.fence(target, reason).await,
+            Step::Unfence(client) => {
+                tracing::info!(grant = self.name, client, "the client may connect again");
+                self.at_storage(move |storage, deadline| storage.unfence(&client, deadline)).await
+            }
+            Step::RemoveFinalizer(version) => self.remove_finalizer(version).await,
+        }
+    }
+
+    async fn create(&self, spec: GrantSpec) -> Result<()> {
+        for holder in &spec.holders {
+            let (node, generation) = (&holder.node, holder.generation);
+            tracing::info!(grant = self.name, node, %generation, "granted");
+        }
+        let object = VolumeGrant::new(&self.cluster.config.driver, &self.handle, spec);
+        let grants = &self.cluster.grants;
+        let parameters = PostParams::default();
+        let request = grants.api.create(&parameters, &object);
+        let answer = call(|| format!("cannot create grant {}", self.name), request).await;
+        self.cluster.metrics.write("create");
+        grants.written(self.name, answer).await?;
+        self.look_at_attachments();
+        Ok(())
+    }
+
+    async fn write_spec(
+        &self,
+        version: Option<Version>,
+        spec: GrantSpec,
+        change: &Change,
+    ) -> Result<()> {
+        let mut object = self.grant(version)?;
+        object.spec = spec;
+        let grants = &self.cluster.grants;
+        let parameters = PostParams::default();
+        let request = grants.api.replace(self.name, &parameters, &object);
+        let answer = call(|| format!("cannot write grant {}", self.name), request).await;
+        self.cluster.metrics.write("spec");
+        let written = grants.written(self.name, answer).await?;
+        tracing::info!(grant = self.name, "{change:?}");
+        if let Some((reason, note)) = describe(change) {
+            self.cluster.events.publish(&written, reason, note).await;
+        }
+        self.look_at_attachments();
+        Ok(())
+    }
+
+    async fn write_fences(&self, version: Option<Version>, fences: Vec<FenceEntry>) -> Result<()> {
+        let mut object = self.grant(version)?;
+        let known = object.status.grant.fences.clone();
+        object.status.grant.fences = fences;
+        let written = self.write_status(&object).await?;
+        for fence in &written.status.grant.fences {
+            if !known.contains(fence) {
+                self.cluster.metrics.fenced();
+                let FenceEntry { node, generation, proof, .. } = fence;
+                let note = format!("node {node} is fenced at generation {generation}: {proof}");
+                self.cluster.events.publish(&written, "Fenced", note).await;
+            }
+        }
+        self.look_at_attachments();
+        Ok(())
+    }
+
+    async fn write_status(&self, object: &VolumeGrant) -> Result<Arc<VolumeGrant>> {
+        let grants = &self.cluster.grants;
+        let parameters = PostParams::default();
+        let request = grants.api.replace_status(self.name, &parameters, object);
+        let what = || format!("cannot write the status of grant {}", self.name);
+        let answer = call(what, request).await;
+        self.cluster.metrics.write("status");
+        grants.written(self.name, answer).await
+    }
+
+    /// Fences at the storage. The record that is read afterwards is the proof.
+    async fn fence(&self, target: Target, reason: FencingReason) -> Result<()> {
+        let (node, generation) = (target.node.clone(), target.generation);
+        tracing::warn!(grant = self.name, node, %generation, ?reason, "fencing");
+        self.at_storage(move |storage, deadline| storage.fence(&target, deadline)).await
+    }
+
+    async fn remove_finalizer(&self, version: Option<Version>) -> Result<()> {
+        let object = self.grant(version)?;
+        let kept: Vec<&String> =
+            object.finalizers().iter().filter(|known| *known != FINALIZER).collect();
+        let body = json!({ "metadata": { "finalizers": kept } });
+        let what = "cannot remove the finalizer of grant";
+        self.cluster.grants.patch(&object, body, what).await?;
+        self.cluster.grants.mirror.remove(self.name);
+        tracing::info!(grant = self.name, "removed");
+        self.look_at_attachments();
+        Ok(())
+    }
+
+    /// Returns the object at `version`, which the write requires. `None`, which tests of the rules use, leaves the
+    /// version out.
+    fn grant(&self, version: Option<Version>) -> Result<VolumeGrant> {
+        let missing = || Error::new(ErrorKind::Internal, format!("grant {} is missing", self.name));
+        let mut object = self.grant.as_deref().ok_or_else(missing)?.clone();
+        object.metadata.resource_version = version.map(|version| version.0);
+        Ok(object)
+    }
+
+    async fn read_record(&self) -> Result<Record> {
+        self.at_storage(|storage, deadline| storage.record(deadline)).await
+    }
+
+    /// Runs a call of the storage, which blocks, on a thread of its own.
+    async fn at_storage<T: Send + 'static>(
+        &self,
+        run: impl FnOnce(&dyn Fencing, std::time::Instant) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let storage = Arc::clone(&self.storage);
+        let deadline = SystemClock.now() + STORAGE_TIMEOUT;
+        let running = tokio::task::spawn_blocking(move || run(storage.as_ref(), deadline));
+        let ended = tokio::time::timeout(STORAGE_TIMEOUT, running).await;
+        let failed = |kind, why: &str| {
+            let message = format!("the storage of volume {}: {why}", self.handle);
+            Err(Error::new(kind, message))
+        };
+        match ended {
+            Ok(Ok(result)) => result,
+            Ok(Err(_)) => failed(ErrorKind::Internal, "the call has failed"),
+            Err(_) => failed(ErrorKind::TimedOut, "it did not answer in time"),
+        }
+    }
+
+    /// Looks at the API server whether the volume is still requested for a node. Two watches do not proceed at the
+    /// same speed: a grant of the previous leader can arrive before its request, and must not be revoked.
+    async fn is_requested(&self, node: &str) -> Result<bool> {
+        let name = attachment_name(&self.handle, &self.cluster.config.driver, node);
+        let attachments = &self.cluster.attachments;
+        let known = attachments.mirror.get(&name);
+        if known.is_some_and(|known| known.metadata.deletion_timestamp.is_some()) {
+            return Ok(false);
+        }
+        let refreshed = attachments.refresh(&name).await?;
+        let asks = |known: &VolumeAttachment| source::request(known, &self.cluster.finalizer);
+        Ok(refreshed.is_some_and(|known| asks(&known).is_some()))
+    }
+
+    /// Waits: has the attachments answered, writes down what the volume waits for if that takes long, and returns
+    /// when a timeout passes.
+    async fn wait(&self, waiting: &[Waiting], now: Time) -> Result<Next> {
+        self.look_at_attachments();
+        let Some(grant) = &self.grant else { return Ok(Next::Done) };
+        let known = &grant.status.waiting;
+        let entries: Vec<grant::Waiting> = waiting
+            .iter()
+            .map(|entry| grant::Waiting::new(&entry.node, entry.until, now))
+            .map(|new| known.iter().find(|old| old.is_same(&new)).cloned().unwrap_or(new))
+            .collect();
+        let mut next = self.next_deadline(now);
+        if entries != *known {
+            let shown_at = self.waits_since(now).0 + WAITING_SHOWN_AFTER_S;
+            if entries.is_empty() || now.0 >= shown_at {
+                let mut object = VolumeGrant::clone(grant);
+                object.status.waiting = entries;
+                self.write_status(&object).await?;
+            } else {
+                next = next.into_iter().chain([shown_at]).min();
+            }
+        }
+        let delay = next.map(|at| Duration::from_secs(at.saturating_sub(now.0).max(1)));
+        Ok(delay.map_or(Next::Done, Next::After))
+    }
+
+    /// Returns since when the volume waits: since the last revocation, or the last request.
+    fn waits_since(&self, now: Time) -> Time {
+        let holders = self.grant.iter().flat_map(|grant| &grant.spec.holders);
+        let revoked = holders.filter(|holder| holder.revoked).map(|holder| holder.since);
+        let attachments = self.cluster.attachments_of(self.name);
+        let asked = attachments.iter().filter_map(|known| {
+            known.metadata.creation_timestamp.as_ref().map(|time| api::seconds(time.0))
+        });
+        revoked.chain(asked).filter(|time| *time <= now).max().unwrap_or(now)
+    }
+
+    /// Returns the time of the next timeout that may change the decision, in seconds.
+    fn next_deadline(&self, now: Time) -> Option<u64> {
+        let Policy { release_timeout_s, forced_detach_s, lease_timeout_s, remediate } =
+            self.cluster.config.policy;
+        let mut times = Vec::new();
+        for holder in self.grant.iter().flat_map(|grant| &grant.spec.holders) {
+            if !holder.revoked && !remediate {
+                continue;
+            }
+            times.push(holder.since.0 + release_timeout_s);
+            let node = self.nodes.get(&holder.node);
+            let not_ready = node.and_then(|node| node.not_ready_since);
+            times.extend(not_ready.map(|since| since.0 + forced_detach_s));
+            let renewed = node.and_then(|node| node.lease_renewed).zip(lease_timeout_s);
+            times.extend(renewed.map(|(renewed, timeout_s)| renewed.0 + timeout_s));
+        }
+        times.into_iter().filter(|at| *at > now.0).min()
+    }
+
+    fn look_at_attachments(&self) {
+        self.cluster.look_at_attachments(&self.cluster.attachments_of(self.name));
+    }
+}
+
+/// Writes an error of a decision to the attachments that wait for it.
+pub(crate) async fn report(cluster: &Cluster, name: &str, error: &Error) {
+    for attachment in cluster.attachments_of(name) {
+        let name = attachment.name_any();
+        let written = crate::attachments::save_error(cluster, &name, error).await;
+        if let Err(error) = written {
+            tracing::debug!("{}", error.report());
+            cluster.queue.add(Key::Attachment(name));
+        }
+    }
+}
+
+/// Returns the name that Kubernetes gives the VolumeAttachment of a volume and a node.
+pub(crate) fn attachment_name(handle: &str, driver: &str, node: &str) -> String {
+    let hash = hmac_sha256::Hash::hash(format!("{handle}{driver}{node}").as_bytes());
+    let hash: String = hash.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("csi-{hash}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_of_an_attachment_is_that_of_kubernetes() {
+        let name = attachment_name("v", "cleat.csi.storage", "a");
+        assert_eq!(name.len(), 68);
+        assert!(name.starts_with("csi-"));
+    }
+}
