@@ -20,7 +20,7 @@ RELEASE = $(TARGET)/release/cleat
 CARGO_TEST = $(CARGO) test --locked --workspace --features cleat/fault
 
 # What `make test` runs in parallel, the longest first. Each is a make target of its own.
-SUITES = system conformance simulation lint ffi export crates
+SUITES = system conformance simulation lint kube ffi export crates
 # How many of them run at a time. Most tests wait more than they compute.
 JOBS ?= 3
 # The suites `system` and `device` run one test with `make system TEST=NAME`.
@@ -82,6 +82,9 @@ system: deps-test ## Command line, workers, supervisor on a simulated kernel, a 
 
 simulation: deps-test ## The supervisor with everything else simulated
 	$(CARGO_TEST) --test simulation
+
+kube: deps-test ## The controller on a real etcd and kube-apiserver
+	$(CARGO_TEST) --test kube
 
 ffi: deps-test ## The crates around Ceph's libraries, on a cluster, also under valgrind
 	$(CARGO_TEST) $(patsubst %.rs,--test %,$(notdir $(wildcard ffi/*/tests/*.rs)))

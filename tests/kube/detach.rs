@@ -1,0 +1,241 @@
+//! Detach: a node releases the volume, or is fenced.
+
+use std::time::Duration;
+
+use cleat_grants::object::{Generation, Reason, Signal, Truth};
+use k8s_openapi::api::core::v1::PersistentVolume;
+use kube::ResourceExt;
+use kube::api::DeleteParams;
+
+use crate::fixture::{World, eventually, finalizer, run};
+
+#[test]
+fn row_03_a_new_controller_continues_from_the_api_server_alone() {
+    run(async |world: World| {
+        let controller = world.controller();
+        let (node, handle) = (world.node("a").await, "shared/v");
+        let volume = world.volume("v", handle).await;
+        let name = world.attach(&volume, &node).await;
+        let generation = world.attached(&name).await;
+        world.mount(handle, &node, generation).await;
+        world.detach(&name).await;
+        world.revoked(handle, &node).await;
+        // The next one waits until the lease has expired.
+        controller.kill();
+        world.release(handle, &node, generation).await;
+        let controller = world.controller();
+        world.gone(&name).await;
+        let grant = world.grant(handle).await.unwrap().stored().grant;
+        assert_eq!((grant.spec.holders.len(), grant.spec.generation), (0, generation));
+        controller.stop().await;
+    });
+}
+
+#[test]
+fn row_07_a_volume_moves_when_its_first_node_has_released_it() {
+    run(async |world: World| {
+        let controller = world.controller();
+        let (a, b) = (world.node("a").await, world.node("b").await);
+        let handle = "shared/v";
+        let volume = world.volume("v", handle).await;
+        let first = world.attach(&volume, &a).await;
+        let generation = world.attached(&first).await;
+        world.mount(handle, &a, generation).await;
+        let second = world.attach(&volume, &b).await;
+        world.detach(&first).await;
+        world.revoked(handle, &a).await;
+        world.attach_error(&second, "revoked since").await;
+        world.release(handle, &a, generation).await;
+        world.gone(&first).await;
+        assert_eq!(world.attached(&second).await, generation.next());
+        let status = world.attachment(&second).await.unwrap().status.unwrap();
+        assert_eq!(status.attach_error, None);
+        controller.stop().await;
+    });
+}
+
+#[test]
+fn row_12_only_the_signal_of_the_node_frees_a_volume() {
+    run(async |world: World| {
+        let controller = world.controller();
+        let (node, handle) = (world.node("a").await, "shared/v");
+        let volume = world.volume("v", handle).await;
+        let name = world.attach(&volume, &node).await;
+        let generation = world.attached(&name).await;
+        world.mount(handle, &node, generation).await;
+        world.detach(&name).await;
+        world.revoked(handle, &node).await;
+        // The node is silent, and nothing says that it is lost. The release timeout has passed: nothing is fenced.
+        let grant = eventually("the grant says what it waits for", async || {
+            let grant = world.grant(handle).await?;
+            (!grant.status.waiting.is_empty()).then_some(grant)
+        })
+        .await;
+        let waiting = &grant.status.waiting[0];
+        assert_eq!((waiting.node.as_str(), waiting.until.as_str()), (&*node, "ReleasedOrLost"));
+        assert!(waiting.action.contains("kubectl taint node"), "{waiting:?}");
+        let error = eventually("the attachment says what it waits for", async || {
+            world.attachment(&name).await?.status?.detach_error
+        })
+        .await;
+        assert!(error.message.unwrap().contains("has not released it"));
+        assert!(world.storage.image(handle).read().claim_of(&node).is_some());
+        // A wait costs nothing, once its own writes have come back.
+        eventually("no object is looked at for 2 s", async || {
+            let before = controller.syncs();
+            tokio::time::sleep(Duration::from_secs(2)).await;
+            (controller.syncs() == before).then_some(())
+        })
+        .await;
+        // A signal of an earlier use, and one that the record contradicts, free nothing.
+        for generation in [Generation(0), generation] {
+            let signal = (Signal::SafeToDetach, Truth::True, Reason::Released, generation);
+            world.report(handle, &node, &[signal]).await;
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            assert!(world.grant(handle).await.unwrap().stored().grant.holder(&node).is_some());
+        }
+        world.storage.image(handle).release(&node);
+        let signal = |status| (Signal::SafeToDetach, status, Reason::Released, generation);
+        world.report(handle, &node, &[signal(Truth::False)]).await;
+        world.report(handle, &node, &[signal(Truth::True)]).await;
+        world.gone(&name).await;
+        controller.stop().await;
+    });
+}
+
+#[test]
+fn row_13_a_lost_node_is_fenced_before_the_volume_moves() {
+    run(async |world: World| {
+        let controller = world.controller();
+        let (a, b) = (world.node("a").await, world.node("b").await);
+        let handle = "shared/v";
+        let volume = world.volume("v", handle).await;
+        let first = world.attach(&volume, &a).await;
+        let generation = world.attached(&first).await;
+        world.mount(handle, &a, generation).await;
+        let second = world.attach(&volume, &b).await;
+        world.out_of_service(&a, true).await;
+        // As the attach/detach controller does under the taint, without a look at the node.
+        world.detach(&first).await;
+        assert_eq!(world.attached(&second).await, generation.next());
+        world.gone(&first).await;
+        let image = world.storage.image(handle);
+        assert!(image.is_cut(&a), "the recorded client is cut off");
+        assert!(image.read().seal_of(generation).is_some(), "the generation is sealed");
+        let grant = world.grant(handle).await.unwrap().stored().grant;
+        let fence = grant.fence(&a, generation).unwrap();
+        assert!(fence.proof.contains("is sealed"), "{fence:?}");
+        assert_eq!(fence.client.as_deref(), Some(&*format!("client-of-{a}")));
+        // The node returns. It gets no grant until it has cleaned up.
+        world.out_of_service(&a, false).await;
+        world.detach(&second).await;
+        let unused = (Signal::SafeToDetach, Truth::True, Reason::Released, generation.next());
+        world.report(handle, &b, &[unused]).await;
+        world.gone(&second).await;
+        let again = world.attach(&volume, &a).await;
+        let (message, _) = world.attach_error(&again, "has not cleaned up").await;
+        assert!(message.contains(&a), "{message}");
+        let cleaned = (Signal::Cleaned, Truth::True, Reason::Cleaned, generation);
+        world.report(handle, &a, &[cleaned]).await;
+        assert_eq!(world.attached(&again).await, Generation(generation.0 + 2));
+        assert!(!image.is_cut(&a), "the client may connect again");
+        controller.stop().await;
+    });
+}
+
+#[test]
+fn row_13_a_deleted_node_is_fenced() {
+    run(async |world: World| {
+        let controller = world.controller();
+        let (node, handle) = (world.node("a").await, "shared/v");
+        let volume = world.volume("v", handle).await;
+        let name = world.attach(&volume, &node).await;
+        let generation = world.attached(&name).await;
+        world.mount(handle, &node, generation).await;
+        let nodes = world.all::<k8s_openapi::api::core::v1::Node>();
+        nodes.delete(&node, &DeleteParams::default()).await.unwrap();
+        let csi_nodes = world.all::<k8s_openapi::api::storage::v1::CSINode>();
+        csi_nodes.delete(&node, &DeleteParams::default()).await.unwrap();
+        world.detach(&name).await;
+        world.gone(&name).await;
+        assert!(world.storage.image(handle).is_cut(&node));
+        controller.stop().await;
+    });
+}
+
+#[test]
+fn row_31_the_finalizer_stays_until_the_node_has_released_the_volume() {
+    run(async |world: World| {
+        let controller = world.controller();
+        let (node, handle) = (world.node("a").await, "shared/v");
+        let volume = world.volume("v", handle).await;
+        let name = world.attach(&volume, &node).await;
+        let generation = world.attached(&name).await;
+        world.mount(handle, &node, generation).await;
+        world.detach(&name).await;
+        world.revoked(handle, &node).await;
+        let finalizers = world.attachment(&name).await.unwrap().finalizers().to_vec();
+        assert_eq!(finalizers, [finalizer(&world.driver)]);
+        world.release(handle, &node, generation).await;
+        world.gone(&name).await;
+        controller.stop().await;
+    });
+}
+
+#[test]
+fn row_31_a_stale_attachment_does_not_end_a_newer_grant() {
+    run(async |world: World| {
+        let controller = world.controller();
+        let (a, b) = (world.node("a").await, world.node("b").await);
+        let handle = "shared/v";
+        let volume = world.volume("v", handle).await;
+        world.out_of_service(&a, true).await;
+        // The request of a node that is out of service is not granted, and gets its finalizer.
+        let stale = world.attach(&volume, &a).await;
+        eventually("it is a request", async || {
+            let known = world.attachment(&stale).await?;
+            (!known.finalizers().is_empty()).then_some(())
+        })
+        .await;
+        let name = world.attach(&volume, &b).await;
+        let generation = world.attached(&name).await;
+        world.mount(handle, &b, generation).await;
+        world.detach(&stale).await;
+        world.gone(&stale).await;
+        let grant = world.grant(handle).await.unwrap().stored().grant;
+        let holder = grant.holder(&b).unwrap();
+        assert_eq!((holder.generation, holder.revoked), (generation, false));
+        assert!(!world.storage.image(handle).is_cut(&b));
+        controller.stop().await;
+    });
+}
+
+#[test]
+fn row_32_the_finalizer_of_a_volume_goes_when_no_attachment_is_left() {
+    run(async |world: World| {
+        let controller = world.controller();
+        let (node, handle) = (world.node("a").await, "shared/v");
+        let volume = world.volume("v", handle).await;
+        let name = world.attach(&volume, &node).await;
+        let generation = world.attached(&name).await;
+        world.mount(handle, &node, generation).await;
+        let volumes = world.all::<PersistentVolume>();
+        volumes.delete(&volume, &DeleteParams::default()).await.unwrap();
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let finalizers = volumes.get(&volume).await.unwrap().finalizers().to_vec();
+        assert!(finalizers.contains(&finalizer(&world.driver)), "{finalizers:?}");
+        world.detach(&name).await;
+        world.revoked(handle, &node).await;
+        world.release(handle, &node, generation).await;
+        world.gone(&name).await;
+        eventually("the volume has no finalizer of the driver", async || {
+            let known = volumes.get_opt(&volume).await.unwrap();
+            let ours = finalizer(&world.driver);
+            known.is_none_or(|known| !known.finalizers().contains(&ours)).then_some(())
+        })
+        .await;
+        eventually("the grant is gone", async || world.grant(handle).await.is_none().then_some(()))
+            .await;
+        controller.stop().await;
+    });
+}

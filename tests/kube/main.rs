@@ -1,0 +1,21 @@
+//! The controller against a real control plane: etcd and kube-apiserver, built from their Go modules and shared by
+//! all tests of this target. Each test has a CSI driver of its own, so that tests run in parallel.
+//!
+//! A test `row_NN_…` is about that row of the behaviours of Kubernetes' attach/detach controller and
+//! external-attacher: docs/controller.md lists them. The agents of nodes are played by the tests, and the storage
+//! keeps the records in memory.
+
+#![allow(
+    clippy::disallowed_methods,
+    clippy::print_stdout,
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, prints figures, and waits in real time"
+)]
+
+mod attach;
+mod control_plane;
+mod definition;
+mod detach;
+mod fixture;
+mod leader;
+mod storage;
