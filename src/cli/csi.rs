@@ -85,12 +85,12 @@ pub(super) fn run(globals: &Globals, args: &Csi) -> Result<()> {
         let path = calls::path(&call);
         let mut request = Request::new(request);
         request.set_timeout(args.timeout);
-        client
-            .call(args.timeout + REPLY_MARGIN, async |_| {
-                grpc.ready().await.map_err(|error| tonic::Status::from_error(error.into()))?;
-                grpc.unary(request, path, Dynamic::new(call.output())).await
-            })
-            .await
+        let answer = client.call(args.timeout + REPLY_MARGIN, async |_| {
+            grpc.ready().await.map_err(|error| tonic::Status::from_error(error.into()))?;
+            grpc.unary(request, path, Dynamic::new(call.output())).await
+        });
+        // An error of the driver has its own repair.
+        Ok(answer.await)
     });
     let answer = answer.map_err(|error| match error.kind() {
         ErrorKind::Unavailable => error.with_repair(
@@ -98,7 +98,7 @@ pub(super) fn run(globals: &Globals, args: &Csi) -> Result<()> {
              with --endpoint PATH",
         ),
         _ => error,
-    })?;
+    })??;
     output::json(&json(&answer)?)
 }
 
