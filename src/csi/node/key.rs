@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use cleat_backend::{Credentials, KernelKey};
+use cleat_backend::KernelKey;
 use cleat_core::error::{Error, ErrorKind, Result};
 
 use crate::secrets::Secrets;
@@ -42,7 +42,7 @@ pub(crate) fn client(id: &str, secrets: &Secrets, mapped: bool) -> Result<Option
             return Err(staged_as(id, stored_user.as_deref(), user));
         }
         Some((user, keyring)) => {
-            store(&key, stored.as_ref(), keyring)?;
+            key.store(keyring)?;
             Some(user.to_owned())
         }
     };
@@ -55,13 +55,6 @@ pub(crate) fn forget(id: &str) {
     if let Err(error) = KernelKey::new(&mapping_name(id)).and_then(|key| key.remove()) {
         tracing::debug!(volume = id, "{error}");
     }
-}
-
-fn store(key: &KernelKey, stored: Option<&Credentials>, keyring: &Credentials) -> Result<()> {
-    if stored.is_some_and(|stored| stored.bytes() == keyring.bytes()) {
-        return Ok(());
-    }
-    key.store(keyring)
 }
 
 fn staged_as(id: &str, stored: Option<&str>, user: &str) -> Error {
