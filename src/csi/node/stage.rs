@@ -30,6 +30,23 @@ pub(crate) async fn stage(
     staging: &Path,
     deadline: Instant,
 ) -> Result<()> {
+    let device = map(driver, wanted, deadline).await.inspect_err(|_| {
+        if !driver.is_mapped(&wanted.id) {
+            key::forget(&wanted.id);
+        }
+    })?;
+    match &wanted.capability.access {
+        Access::Block => Ok(()),
+        Access::Filesystem { kind, options, .. } => {
+            let read_only = wanted.capability.read_only;
+            let filesystem = Wish { kind: *kind, options, read_only };
+            stage_filesystem(driver, wanted, &device, &filesystem, staging, deadline).await
+        }
+    }
+}
+
+/// Maps the volume, as the client that the secrets name.
+async fn map(driver: &Driver, wanted: &Wanted, deadline: Instant) -> Result<Device> {
     let read_only = wanted.capability.read_only;
     let (this, volume) = (driver.clone(), wanted.clone());
     let find = move || {
@@ -42,18 +59,7 @@ pub(crate) async fn stage(
         source::map_spec(&this.config, &this.node, id, attributes, client.as_ref(), read_only)
     };
     let spec = bounded("find", Path::new(&wanted.id), deadline, find).await?;
-    let device = driver.map(&spec, deadline).await.inspect_err(|_| {
-        if !driver.is_mapped(&wanted.id) {
-            key::forget(&wanted.id);
-        }
-    })?;
-    match &wanted.capability.access {
-        Access::Block => Ok(()),
-        Access::Filesystem { kind, options, .. } => {
-            let filesystem = Wish { kind: *kind, options, read_only };
-            stage_filesystem(driver, wanted, &device, &filesystem, staging, deadline).await
-        }
-    }
+    driver.map(&spec, deadline).await
 }
 
 /// The filesystem that a caller wants.

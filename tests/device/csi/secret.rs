@@ -27,6 +27,9 @@ pub(super) fn names_the_client() {
     let wrong = stage(&scene, "AQAAAAAAAAAAABAAAAAAAAAAAAAAAAAAAAAAAA==").unwrap_err();
     assert!([Code::PermissionDenied, Code::Unauthenticated].contains(&wrong.code()), "{wrong:?}");
     assert!(!format!("{wrong:?}").contains("AQAAAA"), "{wrong:?}");
+    let mut elsewhere = request(ID, &key);
+    elsewhere.volume_context.insert("clusterID".to_owned(), "none".to_owned());
+    assert_eq!(scene.client.stage(elsewhere).unwrap_err().code(), Code::NotFound);
     assert_eq!(keys(), 0);
 
     stage(&scene, &key).expect("stage");
@@ -75,15 +78,19 @@ fn stage(scene: &Scene, key: &str) -> Result<(), Status> {
 }
 
 fn stage_as(scene: &Scene, user: &str, key: &str) -> Result<(), Status> {
+    scene.client.stage(request(user, key))
+}
+
+fn request(user: &str, key: &str) -> csi::NodeStageVolumeRequest {
     let secrets = [("userID", user), ("userKey", key), ("encryptionPassphrase", "unused")];
-    scene.client.stage(csi::NodeStageVolumeRequest {
+    csi::NodeStageVolumeRequest {
         volume_id: VOLUME.to_owned(),
         staging_target_path: STAGING.to_owned(),
         volume_capability: Some(filesystem("ext4", Mode::SingleNodeWriter)),
         volume_context: context(),
         secrets: secrets.map(|(key, value)| (key.to_owned(), value.to_owned())).into(),
         ..Default::default()
-    })
+    }
 }
 
 fn context() -> BTreeMap<String, String> {
