@@ -121,7 +121,8 @@ fn serve(shared: &Shared, mut stream: UnixStream) -> std::io::Result<bool> {
             _ => reply = encode_reply(cookie, libc::EINVAL.cast_unsigned()).to_vec(),
         }
         drop(state);
-        stream.write_all(&reply)?;
+        // The kernel may have closed its end, with a request in flight. NBD_CMD_DISC is then still to be read.
+        let _ = stream.write_all(&reply);
     }
 }
 
@@ -137,5 +138,22 @@ pub fn hangs_up(stream: &UnixStream, limit: Duration) -> bool {
         if Instant::now() >= deadline {
             return false;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disconnect_behind_a_request_whose_reply_is_not_read_is_in_order() {
+        let server = Server::new(4096);
+        let mut kernel = UnixStream::from(server.connection());
+        let state = server.0.state.lock().unwrap();
+        kernel.write_all(&Request::new(READ, 1, 0, 4096).encode()).unwrap();
+        kernel.write_all(&Request::new(DISCONNECT, 2, 0, 0).encode()).unwrap();
+        kernel.shutdown(Shutdown::Both).unwrap();
+        drop(state);
+        assert!(server.ended_in_order(1));
     }
 }
