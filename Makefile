@@ -89,7 +89,7 @@ kube: deps-test ## The controller on a real etcd and kube-apiserver
 ffi: deps-test ## The crates around Ceph's libraries, on a cluster, also under valgrind
 	$(CARGO_TEST) $(patsubst %.rs,--test %,$(notdir $(wildcard ffi/*/tests/*.rs)))
 
-device: deps-test ## /dev/nbdX in two virtual machines at a time, which use all processors
+device: deps-test ## /dev/nbdX in three virtual machines at a time, which use all processors
 	$(CARGO_TEST) --test device $(if $(TEST),-- $(EXACT))
 
 comparison: deps-test ## nbd-client with nbdkit in the same situations, in a virtual machine
