@@ -31,7 +31,7 @@ SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.
 .DEFAULT_GOAL := build
 .PHONY: help build release demo test unit tests vm-image comparison soak \
 	soak-device soak-simulation soak-models soak-fights soak-fuzz bench install \
-	uninstall clean deps-build deps-test device $(SUITES)
+	uninstall clean image deps-build deps-test device $(SUITES)
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -125,6 +125,10 @@ soak-fuzz:
 	end=$$(($$(date +%s) + $(SOAK_FUZZ_S))); while [ $$(date +%s) -lt $$end ]; do \
 		CLEAT_FUZZ_SEED=$$(date +%s) CLEAT_FUZZ_RUNS=1000000 $(CARGO_TEST) --test fuzz || exit 1; \
 	done
+
+image: ## Build the OCI image and its bill of materials (target/oci), without a container daemon
+	scripts/install-deps.sh build vm
+	scripts/build-image --output $(TARGET)/oci
 
 bench: deps-test ## Benchmarks against peers
 	$(CARGO) bench --locked
