@@ -29,6 +29,9 @@ pub struct Claimant {
     pub resumes: bool,
     /// The process; `None` where `/proc` could not be read.
     pub process: Option<ProcessMark>,
+    /// The generation of the grant with which the mapping claims (see `cleat_grants`); 0 for a mapping without a
+    /// grant. `None` for a command that does not use the volume: any generation is admitted.
+    pub grant: Option<u64>,
 }
 
 impl Claimant {
@@ -43,7 +46,16 @@ impl Claimant {
         // Unique during this boot, as the process is.
         let mark = process.map(|mark| format!("process-{}-{}", mark.pid, mark.started_ticks));
         let mapping_id = mark.unwrap_or_default();
-        Ok(Self { node, machine, boot_id, mapping_id, take_over, resumes: false, process })
+        Ok(Self {
+            node,
+            machine,
+            boot_id,
+            mapping_id,
+            take_over,
+            resumes: false,
+            process,
+            grant: None,
+        })
     }
 }
 

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cleat_core::error::Result;
+use cleat_grants::storage::Fencing;
 
 use crate::claimant::Claimant;
 use crate::credentials::{CredentialFile, CredentialSet};
@@ -170,6 +171,15 @@ pub trait VolumeSpec: fmt::Debug + Send + Sync {
     /// Returns `InvalidArgument` for a volume without a single writer, and `Unsupported` when a library is
     /// missing.
     fn fence(&self) -> Result<Option<Box<dyn Fence>>> {
+        Ok(None)
+    }
+
+    /// Returns the record of the grants of the volume; `None` for volumes that cannot be granted. Does not access
+    /// the volume.
+    ///
+    /// # Errors
+    /// Fails as [`VolumeSpec::fence`] does.
+    fn grant_record(&self) -> Result<Option<Arc<dyn Fencing>>> {
         Ok(None)
     }
 

@@ -104,7 +104,10 @@ pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
         address,
         open: OpenOptions {
             read_only: args.read_only,
-            claimant: Claimant::alone(&config.node_name, args.take_over)?,
+            claimant: Claimant {
+                grant: Some(0),
+                ..Claimant::alone(&config.node_name, args.take_over)?
+            },
             snapshots: false,
             sync_failed: false,
             credentials: CredentialSet::default(),

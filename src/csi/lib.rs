@@ -38,4 +38,5 @@ mod status;
 mod volume_id;
 
 pub use driver::Driver;
+pub use source::image_uri;
 pub use volume_id::VolumeId;

@@ -91,6 +91,7 @@ pub(crate) fn map_spec(
         policy: attributes.policy,
         take_over: false,
         quiesce: attributes.quiesce && !read_only,
+        grant: 0,
     };
     spec.check()?;
     Ok(spec)
@@ -150,6 +151,17 @@ fn uri(
             rbd(config, (&cluster, &pool, Some(&namespace), &image), client)
         }
     }
+}
+
+/// Returns the URI of an RBD image for a process that is no node and has no secrets of the volume. `clusters` is the
+/// path of the file of clusters. Returns `None` for an id of another volume. Blocks as reading the file does.
+///
+/// # Errors
+/// Returns `NotFound` for a cluster that is not in the file, and the errors of reading the file.
+pub fn image_uri(clusters: &Path, id: &VolumeId) -> Result<Option<String>> {
+    let VolumeId::Rbd { cluster, pool, namespace, image } = id else { return Ok(None) };
+    let config = CsiConfig { clusters: clusters.to_owned(), ..CsiConfig::default() };
+    rbd(&config, (cluster, pool, Some(namespace), image), None).map(Some)
 }
 
 fn missing(attribute: &str) -> Error {

@@ -10,6 +10,8 @@
 //! true on a node, as observed there. [`rules::Rule`] lists the rules of the protocol, and each rule names
 //! the function that implements it.
 //!
+//! Storages implement [`storage::Fencing`].
+//!
 //! Never: I/O, a clock, randomness, a runtime or a client of Kubernetes. A decision never depends on memory
 //! that a restarted process would not have, except for a [`agent::Permit`], whose loss costs one more write.
 
@@ -22,3 +24,4 @@ pub mod record;
 pub mod rules;
 #[cfg(test)]
 mod simulation;
+pub mod storage;

@@ -50,6 +50,7 @@ pub(crate) fn start_message(cx: &Context, record: &Record, successor: bool) -> S
         quiesce: record.options.quiesce,
         sync_failed: record.sync_failed,
         credentials: Vec::new(),
+        grant: record.grant,
     }
 }
 

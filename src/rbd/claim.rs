@@ -29,6 +29,7 @@
 pub(crate) mod decision;
 pub(crate) mod header;
 pub(crate) mod record;
+pub(crate) mod seal;
 
 use std::time::Duration;
 
@@ -38,6 +39,7 @@ use crate::errors::image_error;
 use cleat_backend::claimant::Claimant;
 use cleat_core::clock::Clock;
 use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_grants::record::Refusal;
 use decision::{Decision, Liveness, Lost, Purpose, decide, liveness};
 use header::{Header, ImageHeader};
 use record::{Claim, Client};
@@ -89,6 +91,7 @@ impl<H: Header> ClaimAttempt<'_, H> {
                 Decision::Take(rivals) => rivals,
                 Decision::Claimed(client) => return Err(claimed(name, &client)),
                 Decision::Held(address) => return Err(held(name, &address)),
+                Decision::Refused(refusal) => return Err(refused(name, claimant, &refusal)),
                 Decision::LockedByHand(cookie) => return Err(locked_by_hand(name, &cookie)),
                 Decision::Lost(lost) => {
                     self.fence_predecessor(seen.claim.as_ref(), &own)?;
@@ -241,6 +244,21 @@ fn claimed(name: &str, client: &Client) -> Error {
         "unmap it there, or map it read-only here; to fence a client that may still write, use \
          --take-over",
     )
+}
+
+/// Returns the error for a claim with a generation that the record does not admit.
+pub(crate) fn refused(name: &str, claimant: &Claimant, refusal: &Refusal) -> Error {
+    let (what, repair) = match claimant.grant {
+        None | Some(0) => (
+            "without a grant".to_owned(),
+            "it is a volume of Kubernetes: use it in a pod; to take it from the cluster, use --take-over",
+        ),
+        Some(grant) => {
+            (format!("with generation {grant}"), "the controller grants a newer generation")
+        }
+    };
+    let message = format!("cannot claim {name} {what}: {refusal}");
+    Error::new(ErrorKind::InUse, message).with_repair(repair)
 }
 
 fn held(name: &str, address: &str) -> Error {

@@ -28,9 +28,10 @@ use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 
 /// The fencing capability of an image, which is opened for each call.
+#[derive(Debug)]
 pub(crate) struct RbdFence {
-    spec: RbdSpec,
-    name: String,
+    pub(crate) spec: RbdSpec,
+    pub(crate) name: String,
 }
 
 impl RbdFence {
@@ -45,7 +46,7 @@ impl RbdFence {
 
     /// Opens the image and runs `work` with it, at most until `deadline`. librbd only opens the header of
     /// the image: no data is read or written, and no content key is needed.
-    fn call<T: Send + 'static>(
+    pub(crate) fn call<T: Send + 'static>(
         &self,
         how: Open,
         deadline: Instant,
@@ -205,12 +206,12 @@ fn entry<'a>(clients: &'a mut Vec<Client>, address: &str) -> &'a mut Client {
 
 /// An entry of the monitors' blocklist. Newer monitors also list entries of another form, for ranges.
 #[derive(Debug, Deserialize)]
-struct BlocklistEntry {
-    addr: String,
+pub(crate) struct BlocklistEntry {
+    pub(crate) addr: String,
     until: String,
 }
 
-fn blocklist(cluster: &Cluster, name: &str) -> Result<Vec<BlocklistEntry>> {
+pub(crate) fn blocklist(cluster: &Cluster, name: &str) -> Result<Vec<BlocklistEntry>> {
     let list = |word: &str| {
         cluster.monitor_command(&format!("{{\"prefix\": \"osd {word} ls\", \"format\": \"json\"}}"))
     };
@@ -259,7 +260,7 @@ fn no_client(name: &str, address: Option<&str>) -> Error {
     }
 }
 
-fn not_removed(error: librbd::Error, address: &str, spec: &RbdSpec) -> Error {
+pub(crate) fn not_removed(error: librbd::Error, address: &str, spec: &RbdSpec) -> Error {
     let kind = errors::kind(&error);
     let failed = Error::new(kind, format!("cannot remove {address} from the blocklist"));
     let failed = failed.with_source(error);

@@ -25,6 +25,7 @@ mod encryption;
 mod errors;
 mod extents;
 mod fence;
+mod granted;
 mod image;
 mod keyring;
 mod mirror;

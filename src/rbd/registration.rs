@@ -14,10 +14,12 @@ use cleat_backend::{
     StoreParser, StoreSpec, Stored, VolumeSpec,
 };
 use cleat_core::error::Result;
+use cleat_grants::storage::Fencing;
 
 use crate::connection::load_library;
 use crate::encryption;
 use crate::fence::RbdFence;
+use crate::granted::GrantRecord;
 use crate::image::RbdImage;
 use crate::spec::{RbdSpec, RbdStoreSpec};
 use crate::store::RbdStore;
@@ -131,6 +133,10 @@ impl VolumeSpec for RbdSpec {
 
     fn fence(&self) -> Result<Option<Box<dyn Fence>>> {
         Ok(Some(Box::new(RbdFence::new(self)?)))
+    }
+
+    fn grant_record(&self) -> Result<Option<Arc<dyn Fencing>>> {
+        Ok(Some(Arc::new(GrantRecord::new(self)?)))
     }
 
     fn stored(&self) -> Result<Option<Stored>> {

@@ -194,6 +194,9 @@ pub struct Start {
     /// descriptor once, to its end.
     #[serde(default)]
     pub credentials: Vec<String>,
+    /// The generation of the grant with which the volume is claimed; 0 without a grant.
+    #[serde(default)]
+    pub grant: u64,
 }
 
 /// Returns the number of connections for a supervisor that does not name one.

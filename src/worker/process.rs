@@ -212,6 +212,7 @@ fn options(start: &Start, credentials: CredentialSet) -> OpenOptions {
         take_over: start.take_over,
         resumes: start.resumes,
         process: ProcessMark::own(),
+        grant: Some(start.grant),
     };
     OpenOptions {
         read_only: start.read_only,

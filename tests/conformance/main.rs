@@ -13,6 +13,7 @@ mod caches;
 mod checks;
 mod client;
 mod files;
+mod grants;
 mod identity;
 mod model;
 mod parity;

@@ -28,7 +28,11 @@ pub fn local(uri: &str) -> Local {
 }
 
 pub fn refused(uri: &str) -> Error {
-    match REGISTRY.volume(uri).unwrap().open(&OpenOptions::default()) {
+    refused_to(uri, &OpenOptions::default())
+}
+
+pub fn refused_to(uri: &str, options: &OpenOptions) -> Error {
+    match REGISTRY.volume(uri).unwrap().open(options) {
         Ok(_) => panic!("{uri} was opened"),
         Err(error) => error,
     }

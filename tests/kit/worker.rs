@@ -53,6 +53,7 @@ pub fn start_message(uri: &str) -> Start {
         quiesce: false,
         sync_failed: false,
         credentials: Vec::new(),
+        grant: 0,
     }
 }
 

@@ -412,6 +412,7 @@ pub(crate) fn spec_of(volume: &Volume) -> MapSpec {
         policy: policy::Change::default(),
         take_over: false,
         quiesce: volume.quiesce,
+        grant: 0,
     }
 }
 

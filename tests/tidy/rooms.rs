@@ -19,8 +19,8 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("nbd", &["core"]),
     ("telemetry", &["core"]),
     ("statistics", &["core", "sys"]),
-    ("backend", &["core", "sys"]),
-    ("rbd", &["backend", "core", "sys"]),
+    ("backend", &["core", "grants", "sys"]),
+    ("rbd", &["backend", "core", "grants", "sys"]),
     ("export", &["backend", "core", "nbd", "statistics", "sys"]),
     ("worker-protocol", &["backend", "core", "sys"]),
     (

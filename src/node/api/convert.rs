@@ -84,6 +84,7 @@ pub(crate) fn map_spec(request: api::MapRequest) -> Result<MapSpec> {
         )?,
         take_over: request.take_over,
         quiesce: options.quiesce,
+        grant: 0,
     })
 }
 

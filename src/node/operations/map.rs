@@ -37,6 +37,8 @@ pub struct MapSpec {
     pub take_over: bool,
     /// Whether the device is quiesced for snapshots.
     pub quiesce: bool,
+    /// The generation of the grant with which the volume is claimed; 0 without a grant.
+    pub grant: u64,
 }
 
 impl MapSpec {
@@ -175,6 +177,7 @@ pub(super) fn new_record(cx: &Context, spec: &MapSpec) -> Record {
         mapping_id: format!("{:016x}", cx.random.next()),
         name: spec.name.clone(),
         uri: spec.uri.clone(),
+        grant: spec.grant,
         options: Options {
             read_only: spec.read_only,
             connections,
@@ -210,6 +213,8 @@ pub(super) fn difference(record: &Record, spec: &MapSpec) -> Option<String> {
     let differs = |asked: u32, is: u32| asked != 0 && asked != is;
     if let Some(other) = other_volume(record, &spec.uri) {
         Some(other)
+    } else if record.grant != spec.grant {
+        Some(format!("generation {} of its grant", record.grant))
     } else if options.read_only != spec.read_only {
         Some(if options.read_only { "read_only=true" } else { "read_only=false" }.to_owned())
     } else if differs(spec.connections, options.connections) {

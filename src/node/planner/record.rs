@@ -20,6 +20,9 @@ pub struct Record {
     pub name: String,
     /// The URI of the volume.
     pub uri: String,
+    /// The generation of the grant with which every worker of the mapping claims the volume; 0 without a grant.
+    #[serde(default)]
+    pub grant: u64,
     /// The options of the map request, with defaults filled in.
     pub options: Options,
     /// What the user wants of the mapping.

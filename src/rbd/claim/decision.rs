@@ -19,6 +19,7 @@ use std::fmt;
 
 use super::record::{Claim, Client};
 use cleat_backend::claimant::{Claimant, is_unique_name};
+use cleat_grants::record::Refusal;
 
 /// The client that holds the image's lock.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,6 +51,8 @@ pub(crate) enum Decision {
     Claimed(Client),
     /// The client at this address holds the lock and has no claim.
     Held(String),
+    /// The record does not admit the generation of the grant.
+    Refused(Refusal),
     /// An administrator has locked the image with this cookie.
     LockedByHand(String),
     /// The mapping must not resume its device: data that its users have read may be outdated.
@@ -68,6 +71,8 @@ pub(crate) enum Liveness {
 /// Why a mapping must not resume its device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Lost {
+    /// The generation of its grant was fenced.
+    Refused(Refusal),
     /// This client of another mapping has claimed the image since.
     Claimed(Client),
     /// The claim of the mapping was removed.
@@ -82,6 +87,7 @@ pub(crate) enum Lost {
 impl fmt::Display for Lost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::Refused(refusal) => write!(f, "{refusal}"),
             Self::Claimed(client) => write!(f, "it was claimed by {}", client.describe()),
             Self::NoClaim => f.write_str("its claim was removed"),
             Self::NoLock => f.write_str("its lock was broken"),
@@ -129,6 +135,10 @@ pub(crate) fn decide(
         return Decision::Lost(lost);
     }
     let forced = claimant.take_over && purpose == Purpose::Open;
+    let refusal = claim.and_then(|claim| claim.refusal(claimant));
+    if let Some(refusal) = refusal.filter(|_| !forced && purpose == Purpose::Open) {
+        return Decision::Refused(refusal);
+    }
     let holds = |client: &Client| {
         holder.is_some_and(|holder| holder.alive && holder.address == client.address)
     };
@@ -174,7 +184,9 @@ pub(crate) fn decide(
 fn why_lost(seen: &Observation, claimant: &Claimant, own: &str) -> Option<Lost> {
     let Some(claim) = &seen.claim else { return Some(Lost::NoClaim) };
     if claim.client.mapping_id != claimant.mapping_id {
-        return Some(Lost::Claimed(claim.client.clone()));
+        let refusal = claim.refusal(claimant).filter(|why| *why == Refusal::Sealed);
+        let claimed = || Lost::Claimed(claim.client.clone());
+        return Some(refusal.map_or_else(claimed, Lost::Refused));
     }
     let of_mapping = |client: &&Client| client.mapping_id == claimant.mapping_id;
     match &seen.holder {
@@ -526,8 +538,8 @@ mod tests {
                 let own = ProcessMark::own();
                 let process = own
                     .map(|own| ProcessMark { pid: if gone { u32::MAX } else { own.pid }, ..own });
-                let machine = String::new();
-                Claimant { node, machine, boot_id, mapping_id, take_over, resumes, process }
+                let named = Claimant { node, boot_id, mapping_id, ..Claimant::default() };
+                Claimant { take_over, resumes, process, ..named }
             },
         )
     }

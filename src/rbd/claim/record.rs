@@ -6,6 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use cleat_backend::claimant::{Claimant, ProcessMark};
 use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_grants::object::{Generation, Mode};
+use cleat_grants::record::{Claim as GrantClaim, Record, Refusal, Seal};
 
 /// The metadata key.
 pub(crate) const KEY: &str = "cleat.claim";
@@ -14,8 +16,14 @@ pub(crate) const KEY: &str = "cleat.claim";
 /// the lock.
 pub(crate) const ANNOUNCED: &str = "cleat.claim.next";
 
-/// The version of the record. It is increased when a field changes its meaning.
+/// The version of a record without grants.
 const VERSION: u32 = 1;
+
+/// The version of a record with grants: a build that does not know them would claim a sealed image.
+const VERSION_GRANTS: u32 = 2;
+
+/// The maximum number of seals in the record. The controller removes old ones (`Record::seal`).
+const MAX_SEALS: usize = 128;
 
 /// The maximum length of a record, in bytes.
 const MAX_RECORD: usize = 64 << 10;
@@ -42,6 +50,24 @@ pub(crate) struct Claim {
     /// The clients that were fenced before, oldest first.
     #[serde(default)]
     pub(crate) cut: Vec<Client>,
+    /// What the grants of the volume have left.
+    #[serde(default, skip_serializing_if = "Grants::is_empty")]
+    grants: Grants,
+}
+
+/// The part of the record of a granted volume ([`Record`]) that outlives a claim.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+struct Grants {
+    generation: Generation,
+    lowest: Generation,
+    seals: Vec<Seal>,
+}
+
+impl Grants {
+    fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 /// A client of the cluster, with the node and the mapping that it wrote for.
@@ -62,6 +88,14 @@ pub(crate) struct Client {
     pub(crate) address: String,
     /// When the image was claimed, in seconds since the Unix epoch.
     pub(crate) since: u64,
+    /// The generation of the grant with which the client has claimed; 0 for a client without one.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub(crate) grant: u64,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes references")]
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 impl Claim {
@@ -86,12 +120,15 @@ impl Claim {
         }
         let mut claim: Self = serde_json::from_str(text)
             .map_err(|error| garbage("is not valid JSON for a claim").with_source(error))?;
-        if claim.version > VERSION {
+        if claim.version > VERSION_GRANTS {
             return Err(wrong(ErrorKind::Unsupported, "was written by a newer version of cleat"));
         }
         claim.cut.drain(..claim.cut.len().saturating_sub(MAX_CUT));
         let clients = || std::iter::once(&claim.client).chain(&claim.cut);
-        if claim.client.generation == u64::MAX || !clients().all(Client::is_valid) {
+        if claim.client.generation == u64::MAX
+            || !clients().all(Client::is_valid)
+            || !claim.grants.is_valid()
+        {
             return Err(garbage("has invalid values"));
         }
         Ok((claim.image == id).then_some(claim))
@@ -125,8 +162,52 @@ impl Claim {
             generation: last.map_or(0, |last| last.client.generation) + 1,
             address,
             since,
+            grant: claimant.grant.unwrap_or_default(),
         };
-        Self { version: VERSION, image, client, released: false, cut: known }
+        let mut grants = last.map_or_else(Grants::default, |last| last.grants.clone());
+        // As `Record::admit_claim`, for one writer.
+        grants.generation = grants.generation.max(Generation(client.grant));
+        grants.lowest = grants.lowest.max(Generation(client.grant));
+        let version = if grants.is_empty() { VERSION } else { VERSION_GRANTS };
+        Self { version, image, client, released: false, cut: known, grants }
+    }
+
+    /// Returns the record of the volume. `listed` are the addresses on the blocklist: a seal names a client only
+    /// if it is there.
+    pub(crate) fn record(&self, listed: &[String]) -> Record {
+        let mut record = self.record_as_written();
+        for seal in &mut record.seals {
+            seal.client.take_if(|client| !listed.contains(client));
+        }
+        record
+    }
+
+    /// Returns the record of the volume. Clients that its seals name may have been removed from the blocklist.
+    pub(crate) fn record_as_written(&self) -> Record {
+        let Grants { generation, lowest, seals } = self.grants.clone();
+        let claims = if self.released {
+            Vec::new()
+        } else {
+            let Client { node, grant, address, .. } = self.client.clone();
+            let generation = Generation(grant);
+            vec![GrantClaim { node, generation, client: address, mode: Mode::ReadWrite }]
+        };
+        Record { generation, lowest, claims, seals }
+    }
+
+    /// Returns why a claim with the grant of `claimant` is not admitted. A client of another node is not a reason:
+    /// [`decide`](super::decision::decide) is stricter about it.
+    pub(crate) fn refusal(&self, claimant: &Claimant) -> Option<Refusal> {
+        let (record, grant) = (self.record_as_written(), Generation(claimant.grant?));
+        let refusal = record.refusal(&claimant.node, grant, Mode::ReadWrite);
+        refusal.filter(Refusal::is_final)
+    }
+
+    /// Returns the claim as released, with the generations and seals of `record`.
+    pub(crate) fn sealed(self, record: &Record) -> Self {
+        let Record { generation, lowest, seals, .. } = record.clone();
+        let grants = Grants { generation, lowest, seals };
+        Self { version: VERSION_GRANTS, released: true, grants, ..self }
     }
 
     /// Adds what `announced` says about fenced clients that had announced a claim and not written it.
@@ -158,11 +239,25 @@ impl Claim {
     }
 }
 
+impl Grants {
+    fn is_valid(&self) -> bool {
+        let seals = &self.seals;
+        let is_valid =
+            |seal: &Seal| is_plain(&seal.node) && seal.client.as_deref().is_none_or(is_address);
+        // The next generation is one higher.
+        let is_bounded = self.generation.0 < u64::MAX && self.lowest.0 < u64::MAX;
+        is_bounded && seals.len() <= MAX_SEALS && seals.iter().all(is_valid)
+    }
+}
+
+fn is_plain(text: &str) -> bool {
+    text.len() <= MAX_TEXT && !text.chars().any(char::is_control)
+}
+
 impl Client {
     fn is_valid(&self) -> bool {
-        let plain = |text: &str| text.len() <= MAX_TEXT && !text.chars().any(char::is_control);
         let texts = [&self.node, &self.machine, &self.boot_id, &self.mapping_id];
-        texts.into_iter().all(|text| plain(text)) && is_address(&self.address)
+        texts.into_iter().all(|text| is_plain(text)) && is_address(&self.address)
     }
 
     /// Describes the client for messages: its node, mapping, address and the time of its claim.
@@ -251,7 +346,7 @@ mod tests {
                 good.replace("\"generation\":1", "\"generation\":18446744073709551615"),
                 ErrorKind::Internal,
             ),
-            (good.replace("\"version\":1", "\"version\":2"), ErrorKind::Unsupported),
+            (good.replace("\"version\":1", "\"version\":3"), ErrorKind::Unsupported),
             (good.replace("\"cut\":[", &format!("\"cut\":[{many}")), ErrorKind::Internal),
         ] {
             let error = read(&text).expect_err(&text);

@@ -11,6 +11,7 @@ use std::time::Duration;
 use librbd::{Image, Open, RBD_FEATURE_EXCLUSIVE_LOCK, Watcher};
 
 use super::Target;
+use crate::claim;
 use crate::claim::decision::{Decision, Lost, Purpose, decide};
 use crate::claim::header::{Header, ImageHeader};
 use crate::claim::record::{Claim, Client};
@@ -56,6 +57,10 @@ impl Target {
             }
             Decision::Claimed(client) | Decision::Lost(Lost::Claimed(client)) => {
                 return Err(self.claimed(&client));
+            }
+            // Only a mapping has a grant.
+            Decision::Refused(refusal) => {
+                return Err(claim::refused(&self.name, &self.claimant, &refusal));
             }
             // Only a mapping with a device loses an image.
             Decision::Lost(lost) => return Err(self.in_use(&format!("another client: {lost}"))),

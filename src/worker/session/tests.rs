@@ -32,6 +32,7 @@ fn session(image: Arc<FakeImage>, clock: Arc<ManualClock>) -> (tempfile::TempDir
         quiesce: true,
         sync_failed: false,
         credentials: Vec::new(),
+        grant: 0,
     };
     let (page, _) = Page::create().unwrap();
     (

@@ -19,6 +19,7 @@ pub(crate) fn record(connections: u32, outlives_worker: bool) -> Record {
         mapping_id: "00c1ea70".into(),
         name: "v".into(),
         uri: "file:/v".into(),
+        grant: 0,
         options: Options {
             read_only: false,
             connections,

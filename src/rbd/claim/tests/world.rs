@@ -327,6 +327,11 @@ impl Process<'_> {
         attempt.acquire()
     }
 
+    /// Ends a process that has not used the image.
+    pub(super) fn close(&self) {
+        self.end(Ok(End::Served));
+    }
+
     fn claim_and_write(&self) -> Result<End> {
         let Ok(claim) = self.acquire()? else { return Ok(End::Superseded) };
         self.write_data(1)?;

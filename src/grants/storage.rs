@@ -1,0 +1,40 @@
+//! The record of one volume at its storage, and the means to cut a client off. Each backend implements it whose
+//! volumes several nodes can reach.
+
+use std::fmt::Debug;
+use std::time::Instant;
+
+use cleat_core::error::Result;
+
+use crate::object::Mode;
+use crate::record::{Record, Target};
+
+/// The record of one volume at its storage. The calls block, at most until `deadline`.
+pub trait Fencing: Debug + Send + Sync {
+    /// Checks whether the volume can be granted in this mode. Does no I/O.
+    ///
+    /// # Errors
+    /// Returns `Unsupported` if the storage does not record, or cannot cut off, clients with this mode.
+    fn check_mode(&self, _mode: Mode) -> Result<()> {
+        Ok(())
+    }
+
+    /// Reads the record. A volume that was never claimed has the default record.
+    ///
+    /// # Errors
+    /// Returns an error if the storage does not answer or the volume does not exist.
+    fn record(&self, deadline: Instant) -> Result<Record>;
+
+    /// Carries out [`Record::plan_fence`]: cuts off the recorded client and seals the generation. Does nothing if
+    /// the plan says so. The caller reads the record afterwards, which is the proof.
+    ///
+    /// # Errors
+    /// Returns an error if the storage does not answer, or if the record has changed meanwhile.
+    fn fence(&self, target: &Target, deadline: Instant) -> Result<()>;
+
+    /// Lets the client connect again: afterwards no seal of the record names it.
+    ///
+    /// # Errors
+    /// Returns an error if the storage does not answer, or if the record has changed meanwhile.
+    fn unfence(&self, client: &str, deadline: Instant) -> Result<()>;
+}

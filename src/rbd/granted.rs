@@ -1,0 +1,92 @@
+//! The record of an image, for volumes that are granted to nodes of a cluster (`cleat_grants`). The claim of the
+//! image has it: the generation of the grant, the lowest generation that may claim, and the seals.
+//!
+//! A seal names a client that is cut off. The blocklist is the truth about that: what it does not list any more is
+//! not named. So a client that may connect again is only removed from the blocklist, and the claim, which may be
+//! that of another node meanwhile, is not written.
+
+use std::time::Instant;
+
+use cleat_backend::claimant::Claimant;
+use cleat_core::clock::SystemClock;
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_grants::object::Mode;
+use cleat_grants::record::{Record, Target};
+use cleat_grants::storage::Fencing;
+use librbd::{Image, Open};
+
+use crate::claim;
+use crate::claim::header::ImageHeader;
+use crate::claim::record::is_address;
+use crate::claim::seal::Seal;
+use crate::fence::{RbdFence, blocklist, not_removed};
+use crate::spec::RbdSpec;
+
+/// The record of an image, which is opened for each call.
+#[derive(Debug)]
+pub(crate) struct GrantRecord(RbdFence);
+
+impl GrantRecord {
+    pub(crate) fn new(spec: &RbdSpec) -> Result<Self> {
+        RbdFence::new(spec).map(Self)
+    }
+}
+
+impl Fencing for GrantRecord {
+    fn check_mode(&self, mode: Mode) -> Result<()> {
+        if mode == Mode::ReadWrite {
+            return Ok(());
+        }
+        let name = &self.0.name;
+        let message = format!(
+            "cannot grant {name} in the mode {mode:?}: the record of an image has one writer and no readers"
+        );
+        Err(Error::new(ErrorKind::Unsupported, message)
+            .with_repair("use the access mode ReadWriteOnce or ReadWriteOncePod"))
+    }
+
+    fn record(&self, deadline: Instant) -> Result<Record> {
+        self.0.call(Open::ReadOnly, deadline, |image, name| {
+            let claim = claim::of(image, name)?;
+            let listed = listed(image, name)?;
+            Ok(claim.map(|claim| claim.record(&listed)).unwrap_or_default())
+        })
+    }
+
+    fn fence(&self, target: &Target, deadline: Instant) -> Result<()> {
+        self.check_mode(target.mode)?;
+        let target = target.clone();
+        self.0.call(Open::Write, deadline, move |image, name| {
+            let seal = Seal {
+                header: &ImageHeader { image, name },
+                name,
+                claimant: &Claimant::alone("", true)?,
+                target: &target,
+                listed: &listed(image, name)?,
+                clock: &SystemClock,
+            };
+            seal.write()
+        })
+    }
+
+    fn unfence(&self, client: &str, deadline: Instant) -> Result<()> {
+        if !is_address(client) {
+            let message = format!("{client:?} is not the address of a client");
+            return Err(Error::new(ErrorKind::InvalidArgument, message));
+        }
+        let (client, spec) = (client.to_owned(), self.0.spec.clone());
+        self.0.call(Open::ReadOnly, deadline, move |image, name| {
+            if listed(image, name)?.contains(&client) {
+                let removed = image.pool().cluster().blocklist_remove(&client);
+                removed.map_err(|error| not_removed(error, &client, &spec))?;
+            }
+            Ok(())
+        })
+    }
+}
+
+/// Returns the addresses on the blocklist.
+fn listed(image: &Image, name: &str) -> Result<Vec<String>> {
+    let entries = blocklist(image.pool().cluster(), name)?;
+    Ok(entries.into_iter().map(|entry| entry.addr).collect())
+}

@@ -1,0 +1,112 @@
+//! The record of grants of RBD images, on a real cluster: a node that is fenced writes nothing, and no client claims
+//! with a generation that is sealed or too old.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use cleat::backends::REGISTRY;
+use cleat_backend::OpenOptions;
+use cleat_backend::claimant::{Claimant, ProcessMark};
+use cleat_core::error::{Error, ErrorKind};
+use cleat_core::request::IoError;
+use cleat_grants::object::{Generation, Mode};
+use cleat_grants::record::Target;
+use cleat_grants::storage::Fencing;
+use test_kit::ceph::{ID, shared};
+
+use crate::checks::pattern;
+use crate::client::{Local, Volume, write};
+use crate::rbd::{MIB, fresh, refused_to};
+
+fn deadline() -> Instant {
+    Instant::now() + Duration::from_secs(60)
+}
+
+/// The options of a worker on `node` that has a grant with this generation.
+fn granted(node: &str, generation: u64) -> OpenOptions {
+    let claimant = Claimant {
+        node: node.to_owned(),
+        boot_id: format!("boot of {node}"),
+        mapping_id: format!("mapping on {node}"),
+        process: ProcessMark::own(),
+        grant: Some(generation),
+        ..Claimant::default()
+    };
+    OpenOptions { claimant, ..OpenOptions::default() }
+}
+
+fn target(node: &str, generation: u64) -> Target {
+    let (node, generation) = (node.to_owned(), Generation(generation));
+    Target { node, generation, mode: Mode::ReadWrite }
+}
+
+fn record_of(uri: &str) -> Arc<dyn Fencing> {
+    REGISTRY.volume(uri).unwrap().spec().grant_record().unwrap().unwrap()
+}
+
+/// Fails with the error for a claim that the record does not admit.
+fn check_refused(uri: &str, options: &OpenOptions, why: &str) {
+    let error: Error = refused_to(uri, options);
+    assert_eq!(error.kind(), ErrorKind::InUse, "{}", error.report());
+    assert!(error.message().contains(why), "{}", error.message());
+}
+
+#[test]
+fn a_fenced_generation_writes_nothing_and_cannot_claim_again() {
+    let uri = fresh(shared(), "granted", 8 * MIB);
+    // The client of the tests may not remove entries of the blocklist.
+    let admin = uri.replace(&format!("id={ID}"), "id=admin");
+    let admin = admin.replace(
+        &*shared().keyring(ID).to_string_lossy(),
+        &shared().keyring("admin").to_string_lossy(),
+    );
+    let storage = record_of(&admin);
+    assert_eq!(storage.record(deadline()).unwrap(), cleat_grants::record::Record::default());
+    let volume = REGISTRY.volume(&uri).unwrap();
+    let first = Local::open(&volume, granted("a", 3));
+    let mut client = first.client();
+    client.one(write(0, &pattern(1, 4096)));
+    let record = storage.record(deadline()).unwrap();
+    let claim = record.claim_of("a").unwrap();
+    assert_eq!((claim.generation, record.generation), (Generation(3), Generation(3)));
+    let address = claim.client.clone();
+    check_refused(&uri, &granted("b", 4), "is claimed by the node a");
+
+    storage.fence(&target("a", 3), deadline()).unwrap();
+    assert_eq!(client.try_one(write(0, &pattern(2, 4096))), Err(IoError::Fenced));
+    let record = storage.record(deadline()).unwrap();
+    let proof = record.proof_of(&target("a", 3)).unwrap();
+    assert!(proof.contains("is sealed") && proof.contains(&address), "{proof}");
+    // A new client of the fenced node, which was not cut off.
+    check_refused(&uri, &granted("a", 3), "the generation was fenced");
+    check_refused(&uri, &granted("a", 2), "the storage is at generation 3 already");
+    check_refused(&uri, &granted("b", 0), "without a grant");
+
+    let second = Local::open(&volume, granted("b", 4));
+    second.client().one(write(4096, &pattern(3, 4096)));
+    // A controller with an old view.
+    storage.fence(&target("a", 3), deadline()).unwrap();
+    storage.fence(&target("b", 3), deadline()).unwrap();
+    second.client().one(write(8192, &pattern(4, 4096)));
+    // The node has cleaned up. The lock and the claim of the new holder stay.
+    drop((client, first));
+    storage.unfence(&address, deadline()).unwrap();
+    storage.unfence(&address, deadline()).unwrap();
+    let record = storage.record(deadline()).unwrap();
+    assert_eq!(record.seal_of(Generation(3)).unwrap().client, None);
+    let read = second.client().read(0, 12288);
+    assert!(read[..4096] == pattern(1, 4096) && read[8192..] == pattern(4, 4096));
+    drop(second);
+    assert!(storage.record(deadline()).unwrap().claims.is_empty(), "closing released the claim");
+}
+
+#[test]
+fn a_node_that_has_not_claimed_is_fenced_by_the_seal() {
+    let uri = fresh(shared(), "granted-unclaimed", 8 * MIB);
+    let storage = record_of(&uri);
+    storage.fence(&target("a", 1), deadline()).unwrap();
+    check_refused(&uri, &granted("a", 1), "the generation was fenced");
+    let other = Target { mode: Mode::ReadOnly, ..target("a", 2) };
+    assert_eq!(storage.fence(&other, deadline()).unwrap_err().kind(), ErrorKind::Unsupported);
+    drop(Local::open(&REGISTRY.volume(&uri).unwrap(), granted("b", 2)));
+}
