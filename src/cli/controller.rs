@@ -38,6 +38,9 @@ pub(super) struct Controller {
     /// The namespace of the leader's Lease [default: that of the pod or of the kubeconfig]
     #[arg(long, value_name = "NAME")]
     namespace: Option<String>,
+    /// Grant and fence RBD images of the clusters in this file (see csi.clusters) [default: refuse RBD images]
+    #[arg(long, value_name = "PATH")]
+    clusters: Option<PathBuf>,
     /// The address of /metrics, /healthz and /readyz [default: none]
     #[arg(long, value_name = "IP:PORT")]
     listen: Option<SocketAddr>,
@@ -99,7 +102,7 @@ pub(super) fn run(globals: &Globals, args: Controller) -> Result<()> {
         },
         election: Timing::default(),
     };
-    cleat_kube::run(&config, Arc::new(crate::fencing::Volumes))
+    cleat_kube::run(&config, Arc::new(crate::fencing::Volumes { clusters: args.clusters }))
 }
 
 /// Returns a name of this process that no other controller has.

@@ -78,7 +78,8 @@ async fn attach(cluster: &Cluster, known: &Arc<VolumeAttachment>) -> Result<Next
             let repair = "give the PersistentVolume the node affinity of its node";
             Err(Error::new(ErrorKind::InvalidArgument, message).with_repair(repair))
         }
-        Backing::Granted(_) => {
+        Backing::Granted(storage) => {
+            storage.check_mode(source.mode)?;
             let known = prepare(cluster, known, volume.as_ref(), &source, node_id).await?;
             answer(cluster, &known).await
         }

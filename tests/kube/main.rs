@@ -18,4 +18,5 @@ mod definition;
 mod detach;
 mod fixture;
 mod leader;
+mod rbd;
 mod storage;

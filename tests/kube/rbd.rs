@@ -1,0 +1,140 @@
+//! Images of a real Ceph cluster: the controller fences at the storage. The tests play the nodes, with the backend.
+
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
+
+use cleat::backends::REGISTRY;
+use cleat::fencing::Volumes;
+use cleat_backend::claimant::{Claimant, ProcessMark};
+use cleat_backend::{Image, OpenOptions};
+use cleat_core::error::{ErrorKind, Result};
+use cleat_csi::{VolumeId, image_uri};
+use cleat_grants::object::{Generation, Reason, Signal, Truth};
+use cleat_kube::storage::{Backing, Storage};
+use librbd::{Cluster, Config, NewImage};
+use serde_json::json;
+use std::time::{Duration, Instant};
+use test_kit::ceph::{POOL, shared};
+
+use crate::fixture::{World, eventually, run};
+
+/// The file of clusters, with the test cluster as `ceph`.
+fn clusters() -> PathBuf {
+    static FILE: OnceLock<PathBuf> = OnceLock::new();
+    let make = || {
+        let conf = std::fs::read_to_string(shared().conf()).unwrap();
+        let monitors = conf.lines().find_map(|line| {
+            let (key, value) = line.split_once('=')?;
+            (key.trim() == "mon_host" || key.trim() == "mon host").then(|| value.trim().to_owned())
+        });
+        let list = json!([{
+            "clusterID": "ceph",
+            "monitors": [monitors.expect("the configuration has mon_host")],
+            "userID": "admin",
+            "keyring": shared().keyring("admin"),
+        }]);
+        let directory =
+            std::env::var_os("CLEAT_TEST_SHM").map_or_else(std::env::temp_dir, PathBuf::from);
+        let path = directory.join("clusters.json");
+        std::fs::write(&path, list.to_string()).unwrap();
+        path
+    };
+    FILE.get_or_init(make).clone()
+}
+
+/// The storages as `cleat controller` has them.
+pub(crate) fn volumes() -> Volumes {
+    Volumes { clusters: Some(clusters()) }
+}
+
+/// Creates an image, and returns its CSI volume handle.
+fn create(name: &str) -> String {
+    let config = Config {
+        conf: Some(shared().conf()),
+        id: Some("admin".to_owned()),
+        keyring: Some(shared().keyring("admin")),
+        ..Config::default()
+    };
+    let pool = Cluster::connect(&config).unwrap().pool(POOL, None).unwrap();
+    pool.create(name, 8 << 20, &NewImage::default()).unwrap();
+    format!("rbd/ceph/{POOL}//{name}")
+}
+
+/// Opens an image as a worker on `node` does that has a grant with this generation.
+fn open(handle: &str, node: &str, generation: Generation) -> Result<Arc<dyn Image>> {
+    let id = VolumeId::parse(handle).unwrap();
+    let uri = image_uri(&clusters(), &id).unwrap().unwrap();
+    let claimant = Claimant {
+        node: node.to_owned(),
+        boot_id: format!("boot of {node}"),
+        mapping_id: format!("mapping on {node}"),
+        process: ProcessMark::own(),
+        grant: Some(generation.0),
+        ..Claimant::default()
+    };
+    let options = OpenOptions { claimant, ..OpenOptions::default() };
+    REGISTRY.volume(&uri).unwrap().open(&options)
+}
+
+#[test]
+fn row_13_an_image_of_a_lost_node_is_fenced_at_the_cluster_before_it_moves() {
+    run(async |world: World| {
+        let handle = &tokio::task::spawn_blocking(|| create("moved")).await.unwrap();
+        let controller = world.controller();
+        let (a, b) = (world.node("a").await, world.node("b").await);
+        let volume = world.volume("v", handle).await;
+        let first = world.attach(&volume, &a).await;
+        let generation = world.attached(&first).await;
+        let claiming = (Signal::SafeToDetach, Truth::False, Reason::Claiming, generation);
+        world.report(handle, &a, &[claiming]).await;
+        let image = open(handle, &a, generation).unwrap();
+        let mounted = (Signal::SafeToMount, Truth::True, Reason::Mapped, generation);
+        world.report(handle, &a, &[mounted]).await;
+
+        let second = world.attach(&volume, &b).await;
+        world.out_of_service(&a, true).await;
+        world.detach(&first).await;
+        assert_eq!(world.attached(&second).await, generation.next());
+        world.gone(&first).await;
+        let grant = world.grant(handle).await.unwrap().stored().grant;
+        let fence = grant.fence(&a, generation).unwrap();
+        let client = fence.client.clone().unwrap();
+        assert!(fence.proof.contains("is sealed") && fence.proof.contains(&client), "{fence:?}");
+        eventually("the worker of the node is fenced", async || image.is_fenced().then_some(()))
+            .await;
+        // A new worker of the node, with a client that was not cut off.
+        let Err(error) = open(handle, &a, generation) else { panic!("a stale generation claims") };
+        assert_eq!(error.kind(), ErrorKind::InUse);
+        assert!(error.message().contains("the generation was fenced"), "{}", error.message());
+        drop(open(handle, &b, generation.next()).unwrap());
+
+        // The node returns, and cleans up.
+        world.out_of_service(&a, false).await;
+        drop(image);
+        let cleaned = (Signal::Cleaned, Truth::True, Reason::Cleaned, generation);
+        world.report(handle, &a, &[cleaned]).await;
+        let Backing::Granted(storage) = volumes().find(handle).unwrap() else { panic!() };
+        eventually("the client may connect again", async || {
+            let record = storage.record(Instant::now() + Duration::from_secs(30)).unwrap();
+            record.seal_of(generation)?.client.is_none().then_some(())
+        })
+        .await;
+        controller.stop().await;
+    });
+}
+
+#[test]
+fn an_image_is_granted_to_one_writer_only() {
+    run(async |world: World| {
+        let controller = world.controller();
+        let node = world.node("a").await;
+        let source = json!({ "inlineVolumeSpec": {
+            "accessModes": ["ReadOnlyMany"],
+            "csi": { "driver": world.driver, "volumeHandle": "rbd/ceph/volumes//read" },
+        } });
+        let name = world.attach_source(&source, "v", &node).await;
+        let (message, _) = world.attach_error(&name, "in the mode ReadOnly").await;
+        assert!(message.contains("volumes/read"), "{message}");
+        controller.stop().await;
+    });
+}
