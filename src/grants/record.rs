@@ -15,6 +15,10 @@ use crate::rules::{Rule, applies};
 /// The maximum number of seals below [`Record::lowest`] that the record keeps. They are only needed as proof.
 const MAX_OLD_SEALS: usize = 16;
 
+/// The same, with the seals that name a client which is cut off. They show which nodes have not cleaned up: nodes
+/// that never return leave them.
+const MAX_SEALS: usize = 64;
+
 /// The record of a volume. The default is the record of a volume that was never claimed.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
@@ -219,15 +223,10 @@ impl Record {
         let Target { node, generation, .. } = target.clone();
         record.seals.retain(|seal| seal.generation != generation);
         record.seals.push(Seal { generation, node, client: cut });
-        let is_old = |seal: &Seal| seal.generation < record.lowest && seal.client.is_none();
-        let old = record.seals.iter().filter(|seal| is_old(seal)).count();
-        let mut surplus = old.saturating_sub(MAX_OLD_SEALS);
         let lowest = record.lowest;
-        record.seals.retain(|seal| {
-            let drop = surplus > 0 && seal.generation < lowest && seal.client.is_none();
-            surplus -= usize::from(drop);
-            !drop
-        });
+        let is_old = |seal: &Seal| seal.generation < lowest;
+        drop_oldest(&mut record.seals, MAX_OLD_SEALS, |seal| is_old(seal) && seal.client.is_none());
+        drop_oldest(&mut record.seals, MAX_SEALS, is_old);
         record
     }
 
@@ -262,6 +261,16 @@ impl Record {
     pub fn seal_of(&self, generation: Generation) -> Option<&Seal> {
         self.seals.iter().find(|seal| seal.generation == generation)
     }
+}
+
+/// Drops the oldest of the seals for which `is_old` returns `true`, until at most `most` of them are left.
+fn drop_oldest(seals: &mut Vec<Seal>, most: usize, is_old: impl Fn(&Seal) -> bool) {
+    let mut surplus = seals.iter().filter(|seal| is_old(seal)).count().saturating_sub(most);
+    seals.retain(|seal| {
+        let drop = surplus > 0 && is_old(seal);
+        surplus -= usize::from(drop);
+        !drop
+    });
 }
 
 #[cfg(test)]
@@ -350,5 +359,75 @@ mod tests {
         assert_eq!(record.seals.len(), MAX_OLD_SEALS + 1);
         assert!(record.seals.iter().any(|seal| seal.client.is_some()));
         assert!(record.proof_of(&target("a", 3)).is_some());
+        // Nodes that never return leave clients that are cut off. Their generations stay closed without seals.
+        for generation in 100..300 {
+            let client = Some(format!("a{generation}"));
+            record = record.seal(&target("a", generation), client);
+        }
+        assert_eq!(record.seals.len(), MAX_SEALS);
+        assert!(record.seal_of(Generation(299)).is_some());
+        for generation in [5, 100] {
+            let refused = record.admit_claim(claim("a", generation, "a")).unwrap_err();
+            assert_eq!(refused, Refusal::Superseded(Generation(299)));
+        }
+    }
+
+    #[test]
+    fn a_generation_that_is_not_closed_otherwise_keeps_its_seal() {
+        let shared = Target { mode: Mode::SharedReadWrite, ..target("b", 100) };
+        let mut record = Record::default().seal(&shared, None);
+        for generation in 1..100 {
+            record = record.seal(&target("a", generation), Some(format!("a{generation}")));
+        }
+        assert_eq!((record.lowest, record.seals.len()), (Generation(100), MAX_SEALS + 1));
+        assert_eq!(record.admit_claim(claim("b", 100, "b")).unwrap_err(), Refusal::Sealed);
+    }
+
+    /// The client may still claim.
+    #[test]
+    fn a_generation_that_is_neither_closed_nor_sealed_is_no_proof() {
+        let record = claimed(&Record::default(), claim("a", 3, "a1")).release("a1").unwrap();
+        assert_eq!(record.proof_of(&target("a", 3)), None);
+        let proof = record.proof_of(&target("a", 2)).unwrap();
+        assert!(proof.contains("at generation 3"), "{proof}");
+    }
+
+    #[test]
+    fn claims_of_shared_holders_do_not_close_earlier_generations() {
+        let shared = |node: &str, generation, client: &str| Claim {
+            mode: Mode::SharedReadWrite,
+            ..claim(node, generation, client)
+        };
+        let record = claimed(&Record::default(), shared("b", 2, "b1"));
+        let admission = record.admit_claim(shared("a", 1, "a1")).unwrap();
+        assert!(admission.cut.is_empty(), "the client of another node is cut off");
+        let generations: Vec<_> = admission.record.claims.iter().map(|c| c.generation.0).collect();
+        assert_eq!((generations, admission.record.generation), (vec![1, 2], Generation(2)));
+        // One writer closes them.
+        let alone = claimed(&Record::default(), claim("a", 5, "a1")).release("a1").unwrap();
+        let refused = alone.admit_claim(shared("b", 4, "b1")).unwrap_err();
+        assert_eq!(refused, Refusal::Superseded(Generation(5)));
+        assert!(alone.admit_claim(shared("b", 5, "b1")).is_ok());
+    }
+
+    #[test]
+    fn a_node_that_claims_again_with_the_same_client_cuts_off_nothing() {
+        let record = claimed(&Record::default(), claim("a", 3, "a1"));
+        let again = record.admit_claim(claim("a", 3, "a1")).unwrap();
+        assert_eq!((again.cut, again.record), (vec![], record));
+    }
+
+    #[test]
+    fn a_refusal_names_its_cause() {
+        let generation = Generation(3);
+        for (refusal, is_final, text) in [
+            (Refusal::Superseded(generation), true, "generation 3"),
+            (Refusal::Sealed, true, "fenced"),
+            (Refusal::ClaimedElsewhere(claim("b", 2, "b1")), false, "node b"),
+            (Refusal::NotClaimed, false, "not recorded"),
+        ] {
+            assert_eq!(refusal.is_final(), is_final, "{refusal:?}");
+            assert!(refusal.to_string().contains(text), "{refusal}");
+        }
     }
 }
