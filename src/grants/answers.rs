@@ -73,7 +73,7 @@ pub fn unpublish(grant: Option<&VolumeGrant>, node: &str) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::object::{FenceEntry, Holder, Mode, Time};
+    use crate::object::{Condition, FenceEntry, Holder, Mode, NodeEntry, Reason, Time, Truth};
 
     fn request(node: &str) -> Request {
         Request { node: node.to_owned(), mode: Mode::ReadWrite, pod_uids: Vec::new() }
@@ -118,6 +118,39 @@ mod tests {
         let error = publish(Some(&grant), &request("a")).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Fenced);
         assert!(error.message().contains("node was fenced"), "{error}");
+        let other = publish(Some(&grant), &request("b")).unwrap_err();
+        assert_eq!(other.kind(), ErrorKind::Aborted);
+        let mut entry = NodeEntry { node: "a".to_owned(), ..NodeEntry::default() };
+        entry.set(Condition {
+            kind: Signal::Cleaned,
+            status: Truth::True,
+            reason: Reason::Cleaned,
+            message: String::new(),
+            generation: Generation(3),
+            last_transition_time: Time(0),
+        });
+        grant.status.nodes.push(entry);
+        let clean = publish(Some(&grant), &request("a")).unwrap_err();
+        assert_eq!(clean.kind(), ErrorKind::Aborted, "the fence is about to be removed");
+    }
+
+    #[test]
+    fn attach_waits_for_a_decision_that_no_other_node_prevents() {
+        let kind = |grant: &VolumeGrant, request: &Request| {
+            publish(Some(grant), request).map_err(|error| error.kind())
+        };
+        // The node gets its next grant when its last one is freed.
+        let mut grant = held_by("a");
+        grant.spec.holders[0].revoked = true;
+        assert_eq!(kind(&grant, &request("a")), Err(ErrorKind::Aborted));
+        let error = publish(Some(&grant), &request("b")).unwrap_err();
+        assert!(error.message().contains("revoked since"), "{error}");
+        let shared = Request { mode: Mode::SharedReadWrite, ..request("b") };
+        assert_eq!(kind(&held_by("a"), &shared), Err(ErrorKind::InUse));
+        let mut grant = held_by("a");
+        grant.spec.holders[0].mode = Mode::SharedReadWrite;
+        assert_eq!(kind(&grant, &shared), Err(ErrorKind::Aborted));
+        assert_eq!(kind(&grant, &request("a")), Err(ErrorKind::InUse), "it has another mode");
     }
 
     #[test]

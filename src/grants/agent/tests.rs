@@ -1,7 +1,7 @@
 //! Tests of the agent's decisions, one step at a time. The simulation tests them together.
 
 use super::*;
-use crate::object::{Mode, Reason};
+use crate::object::{FenceEntry, Mode, Reason};
 use crate::record::Claim;
 
 const NOW: Time = Time(1_000_000);
@@ -69,6 +69,17 @@ impl Fixture {
         self.local.mapping.as_mut().unwrap()
     }
 
+    /// Adds the fence of a generation of the node.
+    fn fence(&mut self, generation: u64) {
+        self.stored.grant.status.fences.push(FenceEntry {
+            node: "a".to_owned(),
+            generation: Generation(generation),
+            client: Some("a-1".to_owned()),
+            proof: String::new(),
+            time: NOW,
+        });
+    }
+
     fn says(&self, signal: Signal, truth: Truth) -> bool {
         let entry = self.stored.grant.entry("a");
         entry.is_some_and(|entry| entry.is(signal, truth, Generation(3)))
@@ -123,8 +134,9 @@ fn a_mapping_is_published_once_and_its_release_once() {
     let mut fixture = Fixture::mapped();
     assert_eq!(fixture.publish(), None);
     assert!(fixture.says(Signal::SafeToMount, Truth::True));
+    assert!(fixture.says(Signal::SafeToDetach, Truth::False));
     let entry = fixture.stored.grant.entry("a").unwrap();
-    assert_eq!(entry.client.as_deref(), Some("a-1"));
+    assert_eq!((entry.client.as_deref(), entry.generation), (Some("a-1"), Generation(3)));
     assert_eq!(entry.device_path.as_deref(), Some("/dev/nbd0"));
     assert_eq!(fixture.step(), Step::Wait);
     fixture.local.wanted = false;
@@ -201,19 +213,94 @@ fn a_fenced_node_reports_when_nothing_is_left() {
     let mut fixture = Fixture::mapped();
     fixture.publish();
     fixture.stored.grant.spec.holders.clear();
-    fixture.stored.grant.status.fences.push(crate::object::FenceEntry {
-        node: "a".to_owned(),
-        generation: Generation(3),
-        client: Some("a-1".to_owned()),
-        proof: String::new(),
-        time: NOW,
-    });
+    fixture.fence(3);
     assert_eq!(fixture.step(), Step::Finish);
     fixture.local.mapping = None;
     fixture.local.claim = OwnClaim::None;
     fixture.publish();
     assert!(fixture.says(Signal::Cleaned, Truth::True));
+    assert!(fixture.says(Signal::SafeToMount, Truth::False));
+    let entry = fixture.stored.grant.entry("a").unwrap();
+    assert_eq!((&entry.client, &entry.device_path), (&None, &None));
     assert_eq!(fixture.step(), Step::Wait);
+}
+
+/// For example after the node was granted the volume again.
+#[test]
+fn a_fence_of_an_earlier_generation_changes_nothing_of_the_present_mapping() {
+    let mut fixture = Fixture::mapped();
+    fixture.publish();
+    fixture.fence(2);
+    fixture.publish();
+    let entry = fixture.stored.grant.entry("a").unwrap();
+    assert!(entry.is(Signal::Cleaned, Truth::True, Generation(2)));
+    assert_eq!((entry.client.as_deref(), entry.generation), (Some("a-1"), Generation(3)));
+    assert!(fixture.says(Signal::SafeToMount, Truth::True));
+    assert_eq!(fixture.step(), Step::Wait);
+}
+
+#[test]
+fn fences_are_reported_as_cleaned_from_the_oldest_on() {
+    let mut fixture = Fixture::mapped();
+    fixture.publish();
+    fixture.stored.grant.spec.holders[0].generation = Generation(4);
+    fixture.fence(3);
+    fixture.fence(2);
+    let cleaned = |fixture: &Fixture, generation| {
+        let entry = fixture.stored.grant.entry("a").unwrap();
+        entry.is(Signal::Cleaned, Truth::True, Generation(generation))
+    };
+    // The mapping of the later one is left.
+    assert_eq!(fixture.step(), Step::Finish);
+    fixture.local.mapping = None;
+    fixture.local.claim = OwnClaim::None;
+    fixture.local.wanted = false;
+    fixture.publish();
+    assert!(cleaned(&fixture, 2));
+    fixture.stored.grant.status.fences.retain(|fence| fence.generation != Generation(2));
+    fixture.publish();
+    assert!(cleaned(&fixture, 3));
+}
+
+/// A node reports only what another one may wait for.
+#[test]
+fn an_unused_grant_is_reported_as_released_once_it_is_revoked() {
+    let mut fixture = Fixture::new(false);
+    assert_eq!(fixture.step(), Step::Wait);
+    fixture.stored.grant.spec.holders[0].revoked = true;
+    assert_eq!(fixture.publish(), None);
+    assert!(fixture.says(Signal::SafeToDetach, Truth::True));
+    assert_eq!(fixture.step(), Step::Wait);
+}
+
+/// The permit does not survive this report.
+#[test]
+fn a_permit_delays_no_release_of_a_volume_that_is_not_wanted_or_granted_any_more() {
+    for (is_wanted, is_revoked) in [(false, false), (true, true)] {
+        let mut fixture = Fixture::new(true);
+        fixture.publish();
+        let permit = Permit::from_answer(&fixture.stored.grant, "a", Generation(3)).unwrap();
+        fixture.permit = Some(permit.clone());
+        assert_eq!(permit.generation(), Generation(3));
+        assert!(permit.survives(fixture.stored.grant.entry("a").unwrap()));
+        fixture.local.wanted = is_wanted;
+        fixture.stored.grant.spec.holders[0].revoked = is_revoked;
+        fixture.publish();
+        assert!(fixture.says(Signal::SafeToDetach, Truth::True));
+        assert!(!permit.survives(fixture.stored.grant.entry("a").unwrap()));
+    }
+}
+
+/// The records of all volumes of a cluster would be many.
+#[test]
+fn after_a_start_the_record_is_read_only_if_the_grant_names_the_node() {
+    let mut fixture = Fixture::new(false);
+    fixture.local.claim = OwnClaim::Unread;
+    assert_eq!(fixture.step(), Step::ReadClaim);
+    fixture.stored.grant.spec.holders[0].node = "b".to_owned();
+    assert_eq!(fixture.step(), Step::Wait);
+    fixture.fence(2);
+    assert_eq!(fixture.step(), Step::ReadClaim);
 }
 
 #[test]

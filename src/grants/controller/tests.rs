@@ -252,7 +252,9 @@ fn shared_holders_stay_beside_each_other() {
     for request in &mut fixture.requests {
         request.mode = Mode::SharedReadWrite;
     }
-    fixture.record = Some(Record::default());
+    // The claim of a holder is no reason to wait.
+    fixture.claimed("a", 3);
+    fixture.record.as_mut().unwrap().claims[0].mode = Mode::SharedReadWrite;
     assert_eq!(fixture.write_spec(), Change::Granted("b".to_owned(), Generation(4)));
     assert_eq!(fixture.step(), Step::Wait(Vec::new()));
 }
@@ -295,4 +297,165 @@ fn a_mapping_of_another_generation_is_adopted() {
     assert_eq!(fixture.write_spec(), Change::Adopted("a".to_owned(), Generation(5)));
     let holders = &fixture.stored.grant.spec.holders;
     assert_eq!((holders.len(), holders[0].revoked), (1, false));
+}
+
+/// Reading the record of each volume would be one request to the storage for each of its steps.
+#[test]
+fn a_node_that_is_about_to_claim_or_was_refused_before_changes_nothing() {
+    let mut fixture = Fixture::new(&["a"]);
+    fixture.report(Signal::SafeToMount, Truth::False, Reason::Claiming, 3);
+    assert_eq!(fixture.step(), Step::Wait(Vec::new()));
+    fixture.report(Signal::SafeToMount, Truth::False, Reason::Superseded, 2);
+    assert_eq!(fixture.step(), Step::Wait(Vec::new()));
+    fixture.report(Signal::SafeToMount, Truth::False, Reason::Superseded, 3);
+    assert_eq!(fixture.step(), Step::ReadRecord);
+}
+
+#[test]
+fn a_refused_holder_is_revoked_once_and_only_if_the_refusal_is_final() {
+    let mut fixture = Fixture::new(&["a"]);
+    fixture.holder().revoked = true;
+    fixture.report(Signal::SafeToMount, Truth::False, Reason::Superseded, 3);
+    let (generation, lowest) = (Generation(8), Generation(8));
+    fixture.record = Some(Record { generation, lowest, ..Record::default() });
+    assert_eq!(fixture.step(), waits("a", Until::ReleasedOrLost));
+    // The claim of another holder may be released, so the node tries again.
+    let mut fixture = Fixture::new(&["a", "b"]);
+    fixture.holder().mode = Mode::SharedReadWrite;
+    fixture.requests[0].mode = Mode::SharedReadWrite;
+    fixture.stored.grant.spec.holders.push(holder("b", 2));
+    fixture.report(Signal::SafeToMount, Truth::False, Reason::ClaimedElsewhere, 3);
+    fixture.claimed("b", 2);
+    assert_eq!(fixture.step(), Step::Wait(Vec::new()));
+}
+
+#[test]
+fn a_volume_that_is_requested_in_another_mode_is_revoked() {
+    let mut fixture = Fixture::new(&["a"]);
+    fixture.requests[0].mode = Mode::ReadOnly;
+    let reason = RevocationReason::NotRequested;
+    assert_eq!(fixture.write_spec(), Change::Revoked("a".to_owned(), Generation(3), reason));
+}
+
+/// The storage would do nothing, and the controller would ask it for ever.
+#[test]
+fn a_holder_is_not_fenced_while_the_storage_has_the_claim_of_another_one() {
+    let mut fixture = Fixture::new(&["a"]);
+    fixture.stored.grant.spec.generation = Generation(4);
+    fixture.stored.grant.spec.holders.push(Holder { revoked: true, ..holder("b", 4) });
+    fixture.node("b").out_of_service = true;
+    fixture.claimed("a", 3);
+    assert_eq!(fixture.step(), waits("b", Until::Released));
+    let foreign = fixture.record.take();
+    fixture.record = Some(Record { generation: Generation(3), ..Record::default() });
+    assert!(matches!(fixture.step(), Step::Fence(target, _) if target.node == "b"));
+    // Without a holder, the claim is adopted first.
+    fixture.stored.grant.spec.holders.remove(0);
+    fixture.record = foreign;
+    assert_eq!(fixture.write_spec(), Change::Adopted("a".to_owned(), Generation(3)));
+}
+
+#[test]
+fn an_adopted_claim_leaves_the_time_of_earlier_revocations() {
+    let mut fixture = Fixture::new(&["a"]);
+    *fixture.holder() = Holder { revoked: true, since: Time(7), ..holder("a", 3) };
+    fixture.report(Signal::SafeToMount, Truth::False, Reason::ClaimedElsewhere, 3);
+    fixture.claimed("b", 8);
+    assert_eq!(fixture.write_spec(), Change::Adopted("b".to_owned(), Generation(8)));
+    assert_eq!(fixture.holder().since, Time(7), "its release timeout goes on");
+}
+
+/// Only its own fence prevents that a node gets the volume.
+#[test]
+fn the_seal_of_another_node_or_without_a_client_delays_no_grant() {
+    let mut fixture = Fixture::new(&["a"]);
+    fixture.stored.grant.spec.holders.clear();
+    let target = |node: &str| Target {
+        node: node.to_owned(),
+        generation: Generation(3),
+        mode: Mode::ReadWrite,
+    };
+    let other = Record::default().seal(&target("b"), Some("b-1".to_owned()));
+    let unclaimed = Record::default().seal(&target("a"), None);
+    for record in [other, unclaimed] {
+        fixture.record = Some(record);
+        let Step::WriteSpec { change, .. } = fixture.step() else { panic!("{:?}", fixture.step()) };
+        assert_eq!(change, Change::Granted("a".to_owned(), Generation(4)));
+        let Fixture { requests, nodes, record, policy, .. } = &fixture;
+        let view = View { grant: None, requests, nodes, record: record.as_ref() };
+        let Step::Create(spec) = decide(&view, policy, NOW) else { panic!() };
+        assert_eq!((spec.holders[0].node.as_str(), spec.generation), ("a", Generation(4)));
+    }
+}
+
+#[test]
+fn each_fence_ends_by_itself() {
+    let mut fixture = Fixture::new(&["b"]);
+    fixture.stored.grant.spec.holders[0] = holder("b", 4);
+    fixture.stored.grant.spec.generation = Generation(4);
+    for (node, generation) in [("a", 2), ("a", 3), ("c", 1)] {
+        let (node, generation) = (node.to_owned(), Generation(generation));
+        let (client, proof) = (None, String::new());
+        let fence = FenceEntry { node, generation, client, proof, time: NOW };
+        fixture.stored.grant.status.fences.push(fence);
+    }
+    fixture.report(Signal::Cleaned, Truth::True, Reason::Cleaned, 3);
+    fixture.record = Some(Record::default());
+    let left = |fixture: &Fixture| match fixture.step() {
+        Step::WriteFences { fences, .. } => {
+            fences.into_iter().map(|fence| fence.generation.0).collect::<Vec<_>>()
+        }
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(left(&fixture), [2, 1]);
+    // A later grant of the same node does not keep the fence.
+    fixture.stored.grant.spec.holders[0].node = "a".to_owned();
+    fixture.requests = vec![request("a")];
+    assert_eq!(left(&fixture), [2, 1]);
+    // The holder is freed before its fence is removed.
+    fixture.stored.grant.spec.holders[0] = Holder { since: NOW, ..holder("a", 3) };
+    assert_eq!(fixture.step(), Step::Wait(Vec::new()));
+}
+
+#[test]
+fn a_shared_volume_has_a_bounded_number_of_holders() {
+    let names: Vec<String> = (0..=MAX_HOLDERS).map(|number| format!("n{number}")).collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let mut fixture = Fixture::new(&names);
+    fixture.requests.iter_mut().for_each(|request| request.mode = Mode::SharedReadWrite);
+    fixture.nodes = names.iter().map(|name| ((*name).to_owned(), NodeState::default())).collect();
+    fixture.stored.grant.spec.holders.clear();
+    fixture.record = Some(Record::default());
+    for name in &names[..MAX_HOLDERS] {
+        let Change::Granted(node, _) = fixture.write_spec() else { panic!("{name}") };
+        assert_eq!(node, *name);
+    }
+    assert_eq!(fixture.step(), waits(names[MAX_HOLDERS], Until::OtherHolders));
+}
+
+/// The node cuts off its own earlier client when it claims.
+#[test]
+fn an_earlier_claim_of_the_node_is_adopted_only_if_it_is_mapped() {
+    let mut fixture = Fixture::new(&["a"]);
+    fixture.claimed("a", 2);
+    fixture.report(Signal::SafeToMount, Truth::False, Reason::ClaimedElsewhere, 3);
+    assert_eq!(fixture.step(), Step::Wait(Vec::new()));
+    fixture.report(Signal::SafeToMount, Truth::False, Reason::OtherGeneration, 3);
+    assert_eq!(fixture.write_spec(), Change::Adopted("a".to_owned(), Generation(2)));
+}
+
+#[test]
+fn only_a_node_that_exists_and_is_in_service_gets_the_volume() {
+    let mut fixture = Fixture::new(&["c", "b"]);
+    fixture.node("b").out_of_service = true;
+    fixture.stored.grant.spec.holders.clear();
+    fixture.record = Some(Record::default());
+    let until = Until::InService;
+    let wait = Step::Wait(["c", "b"].map(|node| Waiting { node: node.to_owned(), until }).into());
+    assert_eq!(fixture.step(), wait);
+    let Fixture { requests, nodes, record, policy, .. } = &fixture;
+    let view = View { grant: None, requests, nodes, record: record.as_ref() };
+    assert_eq!(decide(&view, policy, NOW), wait);
+    fixture.node("b").out_of_service = false;
+    assert_eq!(fixture.write_spec(), Change::Granted("b".to_owned(), Generation(4)));
 }
