@@ -1,9 +1,9 @@
 //! The Controller service: creates, removes, lists, clones and grows volumes and their snapshots, and decides which
 //! node may use a volume.
 //!
-//! Nothing is remembered between calls. The name of a volume in its storage follows from the name in the request
-//! (`names`), its id says where it is (`places`), and its labels, which are stored with it, say for which request
-//! it was made (`labels`). Every call can therefore be repeated after a crash at any point.
+//! Nothing about volumes is remembered between calls. The name of a volume in its storage follows from the name in
+//! the request (`names`), its id says where it is (`places`), and its labels, which are stored with it, say for which
+//! request it was made (`labels`). Every call can therefore be repeated after a crash at any point.
 //!
 //! What must never happen here: a blocking call on a thread of the runtime; the removal of a volume that this
 //! driver did not make; a second call for a volume that is busy; trust in a name whose labels differ.
@@ -12,6 +12,7 @@
 
 mod access;
 mod capacity;
+mod connections;
 mod health;
 mod labels;
 mod list;
@@ -34,6 +35,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cleat_backend::Registry;
+use cleat_backend::store::Store;
 use cleat_core::error::{Error, ErrorKind};
 use cleat_node::csi_config::CsiConfig;
 use tokio::sync::{Semaphore, oneshot};
@@ -41,6 +43,7 @@ use tokio::time::{Instant, timeout_at};
 use tonic::{Response, Status};
 
 use crate::busy::{Busy, Claimed};
+use connections::Connections;
 use local::Local;
 use refused::Answer;
 pub(crate) use service::ControllerService;
@@ -63,6 +66,7 @@ pub(crate) struct Controller {
     /// Not that of the Node service: a long copy must not keep a pod from ending.
     busy: Busy,
     threads: Arc<Semaphore>,
+    connections: Connections<Box<dyn Store>>,
 }
 
 impl Controller {
@@ -74,7 +78,8 @@ impl Controller {
         local: Arc<dyn Local>,
     ) -> Self {
         let threads = Arc::new(Semaphore::new(MAX_THREADS));
-        Self { config, node, registry, local, busy: Busy::default(), threads }
+        let (busy, connections) = (Busy::default(), Connections::default());
+        Self { config, node, registry, local, busy, threads, connections }
     }
 
     /// Runs `call` as a task of its own, with the volumes and names `keys` busy, so that a caller that disconnects
@@ -141,8 +146,12 @@ impl Controller {
         let thread = std::thread::Builder::new().name("csi-controller".to_owned());
         let started = thread.spawn(move || {
             let _permit = permit;
+            let answer = work(&this);
+            if let Err(refused) = &answer {
+                this.connections.close_after(refused.error().kind());
+            }
             // The receiver is gone if the call has been given up.
-            let _ = sender.send(work(&this));
+            let _ = sender.send(answer);
         });
         started.map_err(|error| Error::from_io("cannot start a thread for the call", error))?;
         receiver.await.unwrap_or_else(|_| {

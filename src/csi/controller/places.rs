@@ -6,8 +6,10 @@ use cleat_backend::store::{CloneStore, Info, LabelStore, Removal, Removed, Snaps
 use cleat_backend::uri::{Encoded, StoreUri};
 use cleat_core::error::{Error, ErrorKind, Result};
 use std::ops::ControlFlow;
+use zeroize::Zeroizing;
 
 use super::Controller;
+use super::connections::{Connection, Key};
 use crate::secrets::Secrets;
 use crate::source::{cluster, clusters};
 use crate::volume_id::VolumeId;
@@ -75,13 +77,13 @@ pub(crate) struct Located {
 /// An open place.
 pub(crate) struct OpenPlace {
     pub(crate) uri: StoreUri,
-    store: Box<dyn Store>,
+    store: Connection<Box<dyn Store>>,
 }
 
 impl OpenPlace {
     /// Returns the store.
     pub(crate) fn store(&self) -> &dyn Store {
-        &*self.store
+        &**self.store
     }
 
     /// Describes a volume; `None` if it does not exist.
@@ -198,13 +200,18 @@ impl Controller {
         Ok(places)
     }
 
-    /// Opens a place. Blocks as its storage does.
+    /// Opens a place, with the connection of an earlier call if there is one. Blocks as its storage does.
     ///
     /// # Errors
     /// Returns `Unsupported` if it is not configured, and the errors of the storage.
     pub(crate) fn open(&self, place: &Place, secrets: &Secrets) -> Result<OpenPlace> {
-        let uri = self.registry.store(&self.uri(place, secrets)?)?;
-        let store = uri.connect_with(secrets.credentials())?;
+        let text = self.uri(place, secrets)?;
+        let uri = self.registry.store(&text)?;
+        let keyring = secrets.keyring().map_or(&[][..], |(_, keyring)| keyring.bytes());
+        // A directory is opened for each call, because another file system may be mounted on it meanwhile.
+        let key = (!place.is_local())
+            .then(|| Key { uri: text, keyring: Zeroizing::new(keyring.to_vec()) });
+        let store = self.connections.get(key, || uri.connect_with(secrets.credentials()))?;
         Ok(OpenPlace { uri, store })
     }
 
