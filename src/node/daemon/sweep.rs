@@ -15,8 +15,9 @@ use crate::records::{check_state_directory, finish_removals};
 /// The interval between two sweeps.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Schedules a reconcile for every mapping that does not work, whose device is not the expected one, or whose
-/// record is not in the state directory, and pings the workers of the others. Runs until the daemon ends.
+/// Schedules a reconcile for every mapping that does not work, whose device is not the expected one or is quiesced,
+/// or whose record is not in the state directory. Pings the workers of mappings that seem to work: also of quiesced
+/// ones, because a thaw waits for the worker. Runs until the daemon ends.
 pub(crate) async fn sweep(cx: Arc<Context>) {
     let mut tick = interval(SWEEP_INTERVAL);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -51,14 +52,11 @@ pub(crate) async fn sweep(cx: Arc<Context>) {
             let served = mapping.statistics().is_some_and(|page| {
                 page.snapshot().connections >= u64::from(view.record.options.connections)
             });
-            if view.state != State::Mapped
-                || !has_identity
-                || !served
-                || view.record.quiesced.is_some()
-                || mapping.recorded.is_behind()
-            {
+            let works = view.state == State::Mapped && has_identity && served;
+            if !works || view.record.quiesced.is_some() || mapping.recorded.is_behind() {
                 cx.wake(&mapping.name);
-            } else {
+            }
+            if works {
                 let cx = Arc::clone(&cx);
                 checks.spawn(async move { check_liveness(&cx, &mapping).await });
             }
