@@ -38,6 +38,9 @@ pub(super) struct Node {
     /// The directory of the journal of mappings
     #[arg(long, value_name = "PATH")]
     state_dir: Option<PathBuf>,
+    /// The name of this node in its claims and in CSI; in a pod, the name of the Node object (node_name)
+    #[arg(long, value_name = "NAME")]
+    node_name: Option<String>,
     /// The format of the log: auto, human, json, journald
     #[arg(long, value_name = "FORMAT")]
     log_format: Option<Format>,
@@ -66,6 +69,9 @@ pub(super) fn run(globals: &Globals, args: Node) -> Result<()> {
     }
     if let Some(socket) = &globals.socket {
         config.socket = Some(std::path::absolute(socket).unwrap_or_default());
+    }
+    if let Some(name) = args.node_name {
+        config.node_name = name;
     }
     if let Some(format) = args.log_format {
         config.log.format = format;
