@@ -15,6 +15,7 @@
 mod attach;
 mod control_plane;
 mod definition;
+mod deploy;
 mod detach;
 mod fixture;
 mod leader;

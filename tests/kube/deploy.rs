@@ -1,0 +1,157 @@
+//! The objects in `deploy/` on a real API server.
+
+use std::path::Path;
+
+use cleat_node::config::{Config, Listen};
+use kube::Client;
+use kube::api::{Api, DynamicObject, Patch, PatchParams, ValidationDirective};
+use kube::core::{ApiResource, GroupVersionKind, TypeMeta};
+use serde_json::{Value, json};
+
+use crate::fixture::{World, run};
+
+const BASE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/base");
+
+/// The kinds in `deploy/base` that are not in a namespace.
+const CLUSTER_KINDS: [&str; 6] = [
+    "Namespace",
+    "CustomResourceDefinition",
+    "CSIDriver",
+    "StorageClass",
+    "ClusterRole",
+    "ClusterRoleBinding",
+];
+
+/// Returns the YAML documents of a file.
+fn documents(path: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(path).unwrap();
+    serde_saphyr::from_multiple(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// Returns the objects of `deploy/base` as `kubectl kustomize` prints them: its kustomization has resources, a
+/// namespace and a generated ConfigMap.
+fn objects() -> Vec<Value> {
+    let base = Path::new(BASE);
+    let [kustomization] = &documents(&base.join("kustomization.yaml"))[..] else {
+        panic!("one kustomization");
+    };
+    let namespace = &kustomization["namespace"];
+    let resources = kustomization["resources"].as_array().unwrap();
+    let mut objects: Vec<Value> =
+        resources.iter().flat_map(|file| documents(&base.join(file.as_str().unwrap()))).collect();
+    for map in kustomization["configMapGenerator"].as_array().unwrap() {
+        let files = map["files"].as_array().unwrap().iter().map(|file| file.as_str().unwrap());
+        let data: serde_json::Map<String, Value> = files
+            .map(|file| (file.to_owned(), json!(std::fs::read_to_string(base.join(file)).unwrap())))
+            .collect();
+        objects.push(json!({
+            "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": map["name"] }, "data": data,
+        }));
+    }
+    for object in &mut objects {
+        if !CLUSTER_KINDS.contains(&object["kind"].as_str().unwrap()) {
+            object["metadata"]["namespace"] = namespace.clone();
+        }
+    }
+    objects
+}
+
+/// Applies an object as `kubectl apply --server-side --validate=strict` does.
+async fn apply(client: &Client, object: &Value) -> Result<DynamicObject, kube::Error> {
+    let object: DynamicObject = serde_json::from_value(object.clone()).unwrap();
+    let TypeMeta { api_version, kind } = object.types.clone().unwrap();
+    let (group, version) = api_version.split_once('/').unwrap_or(("", &api_version));
+    let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(group, version, &kind));
+    let api: Api<DynamicObject> = match &object.metadata.namespace {
+        Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
+        None => Api::all_with(client.clone(), &resource),
+    };
+    let name = object.metadata.name.clone().unwrap();
+    let mut parameters = PatchParams::apply("test").force();
+    parameters.field_validation = Some(ValidationDirective::Strict);
+    api.patch(&name, &parameters, &Patch::Apply(&object)).await
+}
+
+#[test]
+fn the_api_server_accepts_every_object_and_an_unchanged_one_is_not_written_again() {
+    run(async |world: World| {
+        let objects = objects();
+        for kind in ["Namespace", "CSIDriver", "StorageClass", "DaemonSet", "ConfigMap"] {
+            assert!(objects.iter().any(|object| object["kind"] == kind), "no {kind}");
+        }
+        let mut versions = Vec::new();
+        for object in &objects {
+            let applied = apply(&world.client, object).await;
+            let applied = applied.unwrap_or_else(|error| panic!("{object}: {error}"));
+            versions.push(applied.metadata.resource_version);
+        }
+        for (object, version) in objects.iter().zip(versions) {
+            let again = apply(&world.client, object).await.unwrap();
+            assert_eq!(again.metadata.resource_version, version, "{object}");
+        }
+        // The comparison is strict.
+        let mut wrong = objects.into_iter().find(|object| object["kind"] == "CSIDriver").unwrap();
+        wrong["spec"]["attachIsRequired"] = json!(true);
+        let refused = apply(&world.client, &wrong).await.unwrap_err();
+        assert!(refused.to_string().contains("attachIsRequired"), "{refused}");
+    });
+}
+
+#[test]
+fn each_name_that_an_object_refers_to_exists() {
+    let objects = objects();
+    let exists = |kind: &str, name: &Value| {
+        let found = |object: &&Value| object["kind"] == kind && &object["metadata"]["name"] == name;
+        assert!(objects.iter().any(|object| found(&object)), "no {kind} {name}");
+    };
+    let of_kind = |kind: &'static str| objects.iter().filter(move |object| object["kind"] == kind);
+    for set in of_kind("DaemonSet") {
+        let pod = &set["spec"]["template"]["spec"];
+        exists("ServiceAccount", &pod["serviceAccountName"]);
+        let volumes = pod["volumes"].as_array().unwrap();
+        for volume in volumes.iter().filter(|volume| volume["configMap"].is_object()) {
+            exists("ConfigMap", &volume["configMap"]["name"]);
+        }
+        for container in
+            ["containers", "initContainers"].iter().flat_map(|list| pod[list].as_array().unwrap())
+        {
+            for mount in container["volumeMounts"].as_array().unwrap() {
+                let known = volumes.iter().any(|volume| volume["name"] == mount["name"]);
+                assert!(known, "no volume {}", mount["name"]);
+            }
+        }
+    }
+    for kind in ["RoleBinding", "ClusterRoleBinding"] {
+        for binding in of_kind(kind) {
+            exists(binding["roleRef"]["kind"].as_str().unwrap(), &binding["roleRef"]["name"]);
+            for subject in binding["subjects"].as_array().unwrap() {
+                exists(subject["kind"].as_str().unwrap(), &subject["name"]);
+                assert_eq!(subject["namespace"], "cleat-system");
+            }
+        }
+    }
+    let driver = of_kind("CSIDriver").next().unwrap();
+    for class in of_kind("StorageClass") {
+        assert_eq!(class["provisioner"], driver["metadata"]["name"]);
+    }
+}
+
+/// The driver, its socket and its metrics are named in the configuration and in the pod.
+#[test]
+fn the_configuration_is_valid_and_fits_the_pod() {
+    let path = Path::new(BASE).join("cleat.toml");
+    let config = Config::load(Some(&path)).unwrap();
+    let objects = objects();
+    let find = |kind: &str| objects.iter().find(|object| object["kind"] == kind).unwrap();
+    assert_eq!(find("CSIDriver")["metadata"]["name"], config.csi.driver.as_str());
+    let pod = &find("DaemonSet")["spec"]["template"]["spec"];
+    let text = pod.to_string();
+    let socket = config.csi.socket();
+    assert!(text.contains(&format!("{:?}", socket.parent().unwrap())), "{}", socket.display());
+    let probe = &pod["containers"][0]["livenessProbe"]["httpGet"];
+    let address = format!("{}:{}", probe["host"].as_str().unwrap(), probe["port"]);
+    assert_eq!(config.metrics.listen, Listen::Tcp(address.parse().unwrap()));
+    let directory = find("StorageClass")["parameters"]["directory"].as_str().unwrap();
+    let path = config.csi.directories[directory].to_str().unwrap();
+    assert!(text.contains(&format!("{path:?}")), "the pod makes {path}");
+}
