@@ -14,8 +14,7 @@ use std::process::{Command, Stdio};
 use std::sync::Mutex;
 
 use libtest_mimic::{Arguments, Trial};
-
-use crate::csi::sanity;
+use test_kit::csi_sanity;
 
 /// Set in the guest: the file with the names of the tests to run, one per line.
 pub(crate) const TRIALS: &str = "CLEAT_TEST_TRIALS";
@@ -165,8 +164,7 @@ fn is_chosen(arguments: &Arguments, trial: &Trial) -> bool {
 /// Fills the payload of the machines with what `trials` need.
 fn fill<'a>(payload: &Path, mut trials: impl Iterator<Item = &'a String>) {
     if trials.any(|name| name.contains("csi_sanity")) {
-        let built = test_kit::go::build(sanity::MODULE, &[sanity::PACKAGE]);
-        install(&built.join(sanity::PROGRAM), &payload.join(sanity::PROGRAM));
+        install(&csi_sanity::program(), &payload.join(csi_sanity::PROGRAM));
     }
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     install(Path::new(env!("CARGO_BIN_EXE_cleat")), &payload.join("cleat"));

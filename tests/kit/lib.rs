@@ -19,6 +19,8 @@
 pub mod backends;
 pub mod binary;
 pub mod ceph;
+#[cfg(feature = "daemon")]
+pub mod csi_sanity;
 pub mod go;
 #[cfg(feature = "daemon")]
 pub mod isolation;

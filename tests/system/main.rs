@@ -10,6 +10,7 @@
 )]
 
 mod cli;
+mod csi_sanity;
 mod kernel;
 mod lifecycle;
 mod volumes;

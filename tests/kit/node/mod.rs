@@ -23,7 +23,7 @@ use cleat_kernel::Kernel;
 use cleat_kernel::sim::{Script, SimKernel};
 use cleat_node::config::Config;
 use cleat_node::daemon::{Node, Parts};
-use cleat_node::executor::Halt;
+use cleat_node::executor::{Executor, Halt};
 use cleat_node::workers::Processes;
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
@@ -314,6 +314,11 @@ impl Supervisor {
         future: impl Future<Output = T> + Send + 'static,
     ) -> tokio::task::JoinHandle<T> {
         self.runtime().spawn(future)
+    }
+
+    /// Returns the executor, for services in the same process.
+    pub fn executor(&self) -> Arc<Executor> {
+        Arc::clone(self.node.as_ref().unwrap().executor())
     }
 
     /// Returns the TCP address of the metrics endpoint, if it has one.
