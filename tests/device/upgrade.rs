@@ -7,7 +7,7 @@ use libtest_mimic::Trial;
 
 use crate::campaign::WHOLE;
 use crate::campaign::load::{Fio, Prober, REGION, longest};
-use crate::fixture::{Image, Node, cleat, cleat_ok, promised, shell, status};
+use crate::fixture::{Image, Node, cleat, cleat_ok, promised, repeat, shell, status};
 use crate::trial;
 
 /// The time by which a handover may prolong the longest request, compared with the noise of the machine.
@@ -34,7 +34,7 @@ fn worker(name: &str) -> u64 {
     status(name)["worker_pid"].as_u64().expect("a worker")
 }
 
-/// Ten upgrades, and before each, to measure the noise, the start and end of an unrelated worker.
+/// Several upgrades (`CLEAT_REPEAT`; 5 by default), and before each, to measure the noise, the start and end of an unrelated worker.
 fn under_fio(ext4: bool) {
     let _node = Node::start();
     shell("dmesg --clear");
@@ -54,7 +54,8 @@ fn under_fio(ext4: bool) {
     let prober = Prober::start(&probed, offset);
     std::thread::sleep(Duration::from_secs(3));
     let (mut noise, mut upgrades, mut paused_us) = (Vec::new(), Vec::new(), Vec::new());
-    for _ in 0..10 {
+    let count = repeat().unwrap_or(5);
+    for _ in 0..count {
         let began = Instant::now();
         cleat_ok(&["map", "mem:16M", "--name", "beside"]);
         cleat_ok(&["unmap", "beside"]);
@@ -76,7 +77,7 @@ fn under_fio(ext4: bool) {
     let (noise, stall) = (over(&noise), over(&upgrades));
     let errors = shell("dmesg | grep -E 'I/O error|nbd.*(timed out|Dead)' || true");
     println!(
-        "figures: 10 upgrades, {}: paused {paused_us:?} us; longest request {stall:?}, beside them \
+        "figures: {count} upgrades, {}: paused {paused_us:?} us; longest request {stall:?}, beside them \
          {noise:?}; fio's longest {:?}, {} MiB read, {} MiB written and verified",
         if ext4 { "ext4" } else { "raw" },
         report.longest,
@@ -85,7 +86,7 @@ fn under_fio(ext4: bool) {
     );
     assert_eq!(errors, "");
     promised(stall.saturating_sub(noise), STALL_LIMIT, "more than the noise");
-    assert_eq!(status("up")["generation"], 11);
+    assert_eq!(status("up")["generation"], count + 1);
     if ext4 {
         shell(&format!("umount /mnt/up; e2fsck -fn {device}"));
     }
