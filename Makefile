@@ -49,8 +49,8 @@ demo: release ## Map a volume, put a file system and files on it, check them; in
 	scripts/demo.sh $(RELEASE)
 
 test: deps-test ## Everything, in about half an hour: lint, tests, virtual machines
-	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) --again system,device \
-		vm-image tests / $(SUITES) / device
+	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) --again system,device --background lint \
+		vm-image tests / $(filter-out lint,$(SUITES)) / device lint
 
 unit: deps-test ## What needs no virtual machine
 	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) --again system tests / $(SUITES)
