@@ -55,7 +55,7 @@ fn before_flush(record: &Record, observed: &Observed) -> Option<Vec<Action>> {
     match observed.worker {
         ObservedWorker::Alive { connections: 1.., .. } => {}
         ObservedWorker::Alive { .. } if can_be_flushed(record) => actions.extend(reconnect),
-        ObservedWorker::Gone if can_be_flushed(record) && !observed.devices.is_empty() => {
+        ObservedWorker::Gone if can_be_flushed(record) => {
             actions.push(Action::StartWorker);
             actions.extend(reconnect);
         }
