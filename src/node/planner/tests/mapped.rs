@@ -3,7 +3,8 @@
 use super::model::{Model, ModelWorker};
 use super::{established, observed_with};
 use crate::planner::{
-    Action, Intent, MAX_FAILURES, Observed, ObservedWorker, Plan, Record, State, plan,
+    Action, Intent, MAX_FAILURES, Observed, ObservedDevice, ObservedWorker, Plan, Record, State,
+    plan,
 };
 use cleat_core::error::ErrorKind;
 
@@ -136,4 +137,76 @@ fn io_without_a_worker_is_refused_after_the_timeout() {
     record.volume.as_mut().unwrap().outlives_worker = false;
     observed.refusing = false;
     assert_eq!(failed(&record, &observed).1, [refuse]);
+}
+
+#[test]
+fn only_dead_connections_are_replaced() {
+    let observed = observed_with(ObservedWorker::Alive { connections: 3, size: 1 << 20 });
+    let plan = plan(&established(4, true), &observed);
+    let actions = vec![Action::Reconnect { index: 3, missing: 1 }];
+    assert_eq!(plan, Plan { state: State::Recovering, actions });
+}
+
+#[test]
+fn a_mapping_works_only_when_its_paths_are_known() {
+    let serves = observed_with(ObservedWorker::Alive { connections: 1, size: 1 << 20 });
+    let unknown = Observed { paths_known: false, ..serves.clone() };
+    let mut record = established(1, true);
+    let wait = vec![Action::WaitForDevice];
+    let after_restart = plan(&record, &unknown);
+    assert_eq!(after_restart, Plan { state: State::Recovering, actions: wait });
+    // The map request has not returned yet, so it waits for the paths itself.
+    record.established = false;
+    let actions = vec![Action::WaitForDevice, Action::RecordMapped];
+    for observed in [&serves, &unknown] {
+        let mapping = Plan { state: State::Mapping, actions: actions.clone() };
+        assert_eq!(plan(&record, observed), mapping);
+    }
+}
+
+#[test]
+fn repairs_that_fail_again_and_again_are_given_up() {
+    let half = observed_with(ObservedWorker::Alive { connections: 1, size: 1 << 20 });
+    let served = observed_with(ObservedWorker::Alive { connections: 2, size: 1 << 20 });
+    let without_paths = Observed { paths_known: false, ..served };
+    for observed in [half, without_paths, observed_with(ObservedWorker::Gone)] {
+        let record = established(2, true);
+        let failed = |failures| plan(&record, &Observed { failures, ..observed.clone() });
+        assert_eq!(failed(MAX_FAILURES - 1).state, State::Recovering);
+        let Plan { state: State::Failed(failure), actions } = failed(MAX_FAILURES) else {
+            panic!("{observed:?} is repaired for ever")
+        };
+        assert_eq!((failure.kind, &actions), (ErrorKind::Unavailable, &vec![]));
+        // Without a known cause there is no colon.
+        let message = "v could not be repaired in 10 attempts; its I/O fails after";
+        assert!(failure.message.starts_with(message), "{failure:?}");
+    }
+}
+
+/// No later worker serves the device, and the fence was recorded.
+#[test]
+fn io_of_a_fenced_device_without_a_worker_is_refused_after_the_timeout() {
+    let record = Record { fenced: true, ..established(2, true) };
+    let refuse = Action::RefuseIo { index: 3, connections: 2 };
+    let actions = |worker: ObservedWorker, unserved_too_long| {
+        let observed = Observed { unserved_too_long, ..observed_with(worker) };
+        let plan = plan(&record, &observed);
+        let State::Failed(failure) = plan.state else { panic!("{:?}", plan.state) };
+        assert_eq!(failure.kind, ErrorKind::Fenced);
+        plan.actions
+    };
+    assert_eq!(actions(ObservedWorker::Gone, true), [refuse]);
+    assert_eq!(actions(ObservedWorker::Gone, false), []);
+    // A fenced worker answers the requests itself.
+    assert_eq!(actions(ObservedWorker::Fenced, true), []);
+}
+
+#[test]
+fn two_devices_of_one_mapping_are_named_and_left_alone() {
+    let devices = [3, 4].map(|index| ObservedDevice { index, size: 1 << 20 }).to_vec();
+    let serves = ObservedWorker::Alive { connections: 1, size: 1 << 20 };
+    let plan = plan(&established(1, true), &Observed { devices, ..observed_with(serves) });
+    let Plan { state: State::Failed(failure), actions } = plan else { panic!("{plan:?}") };
+    assert_eq!((failure.kind, &actions), (ErrorKind::Internal, &vec![]));
+    assert!(failure.message.ends_with("/dev/nbd3, /dev/nbd4"), "{failure:?}");
 }

@@ -1,5 +1,6 @@
 //! Tests of the planner: a model that fails at every step (`model`, `properties`), and single plans.
 
+mod handover;
 mod mapped;
 mod model;
 mod properties;

@@ -1,7 +1,9 @@
 //! Plans for mappings that are to be removed.
 
 use super::{observed_with, record};
-use crate::planner::{Action, Intent, Observed, ObservedWorker, Record, WorkerId, plan};
+use crate::planner::{
+    Action, Intent, Observed, ObservedWorker, READ_ONLY, Record, State, WorkerId, plan,
+};
 use cleat_kernel::{Holder, UnmountScope};
 
 #[test]
@@ -44,10 +46,16 @@ fn a_device_without_a_worker_is_flushed_by_a_new_one() {
         record.options.read_only = true;
         record
     };
+    let snapshot = {
+        let mut record = kept.clone();
+        record.volume.as_mut().unwrap().transmission_flags |= READ_ONLY;
+        record
+    };
     let lost = [
         unmapped(false, true),
         unmapped(true, false),
         read_only,
+        snapshot,
         Record { fenced: true, ..kept.clone() },
         Record { replaced: Some("another".into()), ..kept.clone() },
     ];
@@ -60,6 +68,33 @@ fn a_device_without_a_worker_is_flushed_by_a_new_one() {
             assert_eq!(actions[before.len()], Action::RecordUnmapping, "{record:?}");
         }
     }
+}
+
+/// A worker that serves the device needs nothing before it can take the flush, whatever the volume is.
+#[test]
+fn a_device_with_a_worker_is_flushed_as_it_is() {
+    let observed = observed_with(ObservedWorker::Alive { connections: 1, size: 1 << 20 });
+    let unmapped = |established, outlives| Record {
+        intent: Intent::Unmapped,
+        established,
+        ..record(2, outlives)
+    };
+    let flush = [Action::OpenExclusively(3), Action::Flush(3), Action::RecordUnmapping];
+    for outlives in [true, false] {
+        assert_eq!(plan(&unmapped(true, outlives), &observed).actions[..3], flush);
+    }
+    assert_eq!(plan(&unmapped(false, true), &observed).actions[..2], flush[1..]);
+}
+
+/// The map did not finish, so that no user has written anything.
+#[test]
+fn the_device_of_an_unfinished_map_is_not_flushed_by_a_worker_that_does_not_answer() {
+    let record = Record { intent: Intent::Unmapped, ..record(1, true) };
+    let reason = "does not answer".into();
+    let plan = plan(&record, &observed_with(ObservedWorker::Unreachable { pid: 7, reason }));
+    let end = [Action::Disconnect(3), Action::StopWorker, Action::RemoveRecord];
+    assert_eq!(plan.state, State::Unmapping);
+    assert_eq!(plan.actions.split_first(), Some((&Action::RecordUnmapping, &end[..])));
 }
 
 /// The worker may have been killed before it could release the claim.
