@@ -293,6 +293,7 @@ pub(crate) fn is_address(text: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use cleat_grants::record::Target;
     use proptest::prelude::*;
 
     use super::*;
@@ -355,6 +356,118 @@ mod tests {
         }
     }
 
+    /// Returns a claim with a grant and a seal.
+    fn granted() -> Claim {
+        let (node, client) = ("n2".to_owned(), Some("10.0.0.2:0/8".to_owned()));
+        let seal = Seal { generation: Generation(2), node, client };
+        let (generation, lowest) = (Generation(3), Generation(3));
+        let record = Record { generation, lowest, seals: vec![seal], ..Record::default() };
+        claim().sealed(&record)
+    }
+
+    /// A build that does not know grants must not claim such an image.
+    #[test]
+    fn only_a_claim_with_grants_has_the_newer_version() {
+        let text = claim().text().unwrap();
+        assert!(text.contains(r#""version":1"#) && !text.contains("grant"), "{text}");
+        let granted = granted();
+        let text = granted.text().unwrap();
+        assert!(text.contains(r#""version":2"#), "{text}");
+        assert_eq!(read(&text).unwrap(), Some(granted.clone()));
+        let claimant = Claimant { grant: Some(3), ..claimant() };
+        for last in [None, Some(&granted)] {
+            let next = Claim::after(last, "id".into(), &claimant, "10.0.0.1:0/8".into(), 0, &[]);
+            let text = next.text().unwrap();
+            assert!(text.contains(r#""version":2"#) && text.contains(r#""grant":3"#), "{text}");
+            assert_eq!(read(&text).unwrap(), Some(next));
+        }
+    }
+
+    #[test]
+    fn invalid_grants_are_an_error() {
+        let good = granted();
+        let mut cases = vec![good.clone(); 6];
+        cases[0].grants.generation = Generation(u64::MAX);
+        cases[1].grants.lowest = Generation(u64::MAX);
+        cases[2].grants.seals[0].node = "n\n".to_owned();
+        cases[3].grants.seals[0].client = Some("10.0.0.2:0/0".to_owned());
+        cases[4].grants.seals = vec![good.grants.seals[0].clone(); MAX_SEALS + 1];
+        cases[5].cut.push(Client { address: "10.0.0.0/8".into(), ..Client::default() });
+        for case in cases {
+            let error = read(&case.text().unwrap()).expect_err("read");
+            assert!(error.message().contains("invalid values"), "{error:?}");
+        }
+        let mut largest = good;
+        largest.grants.generation = Generation(u64::MAX - 1);
+        largest.grants.lowest = Generation(u64::MAX - 1);
+        largest.grants.seals = vec![largest.grants.seals[0].clone(); MAX_SEALS];
+        largest.grants.seals[0].client = None;
+        assert_eq!(read(&largest.text().unwrap()).unwrap(), Some(largest));
+    }
+
+    /// Nodes that never return leave clients on the blocklist.
+    #[test]
+    fn a_volume_whose_nodes_are_lost_again_and_again_keeps_a_readable_claim() {
+        let mut claim = claim();
+        for generation in 1..1000 {
+            let (node, generation) = (format!("node-{generation}"), Generation(generation));
+            let target = Target { node, generation, mode: Mode::ReadWrite };
+            let client = Some(format!("[fd00:1234:5678:9abc:def0:1234:5678:9abc]:0/{generation}"));
+            let sealed = claim.record_as_written().seal(&target, client);
+            claim = claim.sealed(&sealed);
+        }
+        let text = claim.text().unwrap();
+        assert_eq!(read(&text).unwrap(), Some(claim));
+    }
+
+    #[test]
+    fn texts_are_read_up_to_their_limits() {
+        let padded = |length: usize| {
+            let text = claim().text().unwrap();
+            format!("{text}{}", " ".repeat(length - text.len()))
+        };
+        assert!(read(&padded(MAX_RECORD)).is_ok());
+        let error = read(&padded(MAX_RECORD + 1)).unwrap_err();
+        assert!(error.message().contains("too long"), "{error:?}");
+        let named = |length| {
+            let mut claim = claim();
+            claim.client.node = "n".repeat(length);
+            read(&claim.text().unwrap())
+        };
+        assert!(named(MAX_TEXT).is_ok());
+        assert!(named(MAX_TEXT + 1).is_err());
+        let address = |length: usize| format!("{}:0/7", "1".repeat(length - 4));
+        assert!(is_address(&address(MAX_TEXT)));
+        assert!(!is_address(&address(MAX_TEXT + 1)));
+    }
+
+    /// A client that had announced a claim and not written it.
+    #[test]
+    fn a_fenced_client_without_a_claim_is_described_by_its_announcement() {
+        let cut = ["10.0.0.8:0/1".to_owned(), "10.0.0.9:0/1".to_owned()];
+        let after = |last: Option<&Claim>, address: &str, cut: &[String]| {
+            Claim::after(last, "id".into(), &claimant(), address.into(), 0, cut)
+        };
+        // The announcement of the first one, which was about to fence the second one.
+        let earlier = after(None, &cut[1], &[]);
+        let announced = after(Some(&earlier), &cut[0], &cut[1..]);
+        let next = after(None, "10.0.0.1:0/7", &cut).with_details(Some(&announced));
+        assert_eq!(next.cut, [announced.client.clone(), earlier.client.clone()]);
+        // What the client has written itself is not replaced.
+        let mut other = announced.clone();
+        other.cut[0].node = "another".to_owned();
+        let known = after(Some(&earlier), "10.0.0.1:0/7", &cut[1..]).with_details(Some(&other));
+        assert_eq!(known.cut, [earlier.client]);
+    }
+
+    #[test]
+    fn a_claim_stays_the_same_when_it_is_released() {
+        let (first, of_first) = (claim(), claim().released());
+        let next =
+            Claim::after(Some(&first), "id".into(), &claimant(), "10.0.0.1:0/7".into(), 0, &[]);
+        assert!(of_first.released && first.is_same(&of_first) && !first.is_same(&next));
+    }
+
     #[test]
     fn an_address_stands_for_one_client() {
         for address in ["10.0.0.1:0/7", "[fd00::1]:6800/4294967295"] {
@@ -367,6 +480,8 @@ mod tests {
             "10.0.0.1:0/",
             "10.0.0.1:0",
             "10.0.0.0/8",
+            "10.0.0.1/7",
+            "10.0.0.1: 0/7",
             "10.0.0.1:0/7/0",
             "10.0.0.1:0/+7",
             "10.0.0.1:0/-1",
@@ -404,7 +519,11 @@ mod tests {
             assert!(description.contains(part), "{description}");
         }
         let odd = Client { since: u64::MAX, ..Client::default() };
-        assert!(odd.describe().contains("unnamed node"), "{}", odd.describe());
+        for part in ["an unnamed node", "an unnamed mapping", "since an unknown time"] {
+            assert!(odd.describe().contains(part), "{}", odd.describe());
+        }
+        let last = Client { since: LAST_SECOND, ..Client::default() };
+        assert!(last.describe().contains("since 9999-12-31T23:59:59Z"), "{}", last.describe());
     }
 
     proptest! {

@@ -161,6 +161,38 @@ fn a_late_write_never_follows_one_of_the_successor_on_the_same_osd() {
     }
 }
 
+/// A forced unmap fences only the clients that its user has agreed to.
+#[test]
+fn only_listed_clients_are_fenced() {
+    let world = World::new();
+    let own = claimant("a", "m");
+    assert_eq!(world.run(&own, 0, "A/1", 9), End::Crashed);
+    let acquire = |address: &str, only: &[String]| {
+        let next = world.start(&own, 0, address, STEPS);
+        let clock = &cleat_core::clock::SystemClock;
+        let (purpose, only) = (Purpose::Open, Some(only));
+        ClaimAttempt { header: &next, name: "i", claimant: &own, purpose, only, clock }.acquire()
+    };
+    let error = acquire("A/2", &["T/1".to_owned()]).unwrap_err();
+    assert_eq!((error.kind(), world.state().blocklist.len()), (ErrorKind::InUse, 0));
+    acquire("A/3", &["T/1".to_owned(), "A/1".to_owned()]).unwrap().unwrap();
+    assert_eq!(world.state().blocklist.keys().collect::<Vec<_>>(), ["A/1"]);
+}
+
+/// The claim of the image may be that of this client, whose lock was broken.
+#[test]
+fn a_client_that_has_lost_the_image_does_not_fence_itself() {
+    let world = World::new();
+    let resuming = Claimant { resumes: true, ..claimant("a", "m") };
+    assert_eq!(world.run(&claimant("a", "m"), 0, "A/1", 9), End::Crashed);
+    let next = world.start(&resuming, 0, "A/2", STEPS);
+    next.acquire().unwrap().unwrap();
+    world.state().blocklist.clear();
+    world.state().seen.holder = None;
+    assert_eq!(next.acquire().unwrap().unwrap_err(), Lost::NoLock);
+    assert!(world.state().blocklist.is_empty());
+}
+
 /// Runs an actor. Also after a panic, `end` must run: `grant` waits for the actor otherwise.
 fn act<T>(world: &World, actor: usize, work: impl FnOnce() -> T) -> T {
     let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));

@@ -10,6 +10,10 @@ use crate::claim::seal::Seal;
 
 const GRANT: u64 = 3;
 
+/// The steps of a first claim up to its announcement, and up to its lock.
+const ANNOUNCED: u32 = 5;
+const LOCKED: u32 = 6;
+
 fn granted(node: &str, mapping: &str, grant: u64) -> Claimant {
     Claimant { grant: Some(grant), ..claimant(node, mapping) }
 }
@@ -82,6 +86,70 @@ fn a_client_that_was_cut_off_is_named_until_the_blocklist_does_not_list_it() {
     assert_eq!(seal_of(record(&world)).client.as_deref(), Some("A/1"));
     world.state().blocklist.clear();
     assert_eq!(seal_of(record(&world)).client, None);
+}
+
+/// The record does not name it: it has stopped between its lock and its claim.
+#[test]
+fn a_client_that_has_only_announced_its_claim_is_cut_off_and_named() {
+    for grant in [GRANT, GRANT - 1] {
+        let world = World::new();
+        assert_eq!(world.run(&granted("a", "m", grant), 0, "A/1", LOCKED), End::CrashedUnclaimed);
+        assert!(world.state().seen.holder.as_ref().is_some_and(|holder| holder.alive));
+        seal(&world, "C/1", &target("a", GRANT), STEPS).unwrap();
+        assert_eq!(world.state().blocklist.get("A/1"), Some(&Liveness::MayLive));
+        let known = record(&world);
+        let sealed = known.seal_of(Generation(GRANT)).unwrap();
+        assert_eq!(sealed.client.as_deref(), Some("A/1"), "{known:?}");
+    }
+}
+
+/// An administrator may have removed the announcement.
+#[test]
+fn a_client_that_the_record_names_is_cut_off_without_its_announcement() {
+    let world = World::new();
+    let node = world.start(&granted("a", "m", GRANT), 0, "A/1", STEPS);
+    node.acquire().unwrap().unwrap();
+    world.state().seen.announced = None;
+    seal(&world, "C/1", &target("a", GRANT), STEPS).unwrap();
+    assert_eq!(node.write_data(1).unwrap_err().kind(), ErrorKind::Fenced);
+}
+
+/// Only the client of the target may be cut off while it lives.
+#[test]
+fn a_seal_breaks_the_lock_of_another_client_only_after_its_end() {
+    let prepare = |node: &str, grant, steps| {
+        let world = World::new();
+        world.run(&granted(node, "m", grant), 0, "A/1", steps);
+        world
+    };
+    let foreign = || {
+        // An announcement of the target's node, and another client that has the lock.
+        let world = prepare("a", GRANT, ANNOUNCED);
+        assert_eq!(world.run_foreign(2, "T/1", 2), End::Crashed);
+        world
+    };
+    let cases = [
+        (prepare("b", GRANT, LOCKED), "A/1"),
+        (prepare("a", GRANT + 1, LOCKED), "A/1"),
+        (foreign(), "T/1"),
+    ];
+    for (world, address) in cases {
+        let before = world.state().seen.clone();
+        assert!(before.holder.as_ref().is_some_and(|holder| holder.address == address));
+        let error = seal(&world, "C/1", &target("a", GRANT), STEPS).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InUse);
+        assert!(error.message().contains(address), "{error:?}");
+        assert_eq!(world.state().seen.holder, before.holder);
+        assert!(world.state().blocklist.is_empty());
+        world.drop_watch(address);
+        seal(&world, "C/2", &target("a", GRANT), STEPS).unwrap();
+        assert!(record(&world).proof_of(&target("a", GRANT)).is_some());
+    }
+    let world = World::new();
+    let (address, made_by_hand) = ("T/1".to_owned(), Some("backup".to_owned()));
+    world.state().seen.holder = Some(Holder { address, alive: false, made_by_hand });
+    let error = seal(&world, "C/1", &target("a", GRANT), STEPS).unwrap_err();
+    assert!(error.message().contains("locked with the id \"backup\""), "{error:?}");
 }
 
 #[test]
