@@ -146,6 +146,8 @@ mod tests {
     #[test]
     fn places_are_bounded_and_used_again() {
         let mut in_flight = InFlight::new(2);
+        assert!(in_flight.has_room());
+        assert_eq!((in_flight.depth(), in_flight.len()), (2, 0));
         let first = in_flight.insert(READ);
         let second = in_flight.insert(Running { cookie: 8, ..READ });
         assert!(!in_flight.has_room());
@@ -156,6 +158,20 @@ mod tests {
         in_flight.answer_all(|_| panic!("each is answered once"));
         assert_eq!((in_flight.len(), in_flight.unanswered()), (1, 0));
         assert_eq!(in_flight.insert(READ), first);
+    }
+
+    /// A request of the worker itself has no client that waits.
+    #[test]
+    fn answered_requests_count_until_they_end() {
+        let mut in_flight = InFlight::new(4);
+        let [own, other, _] =
+            [true, true, false].map(|answered| in_flight.insert(Running { answered, ..READ }));
+        assert_eq!((in_flight.len(), in_flight.unanswered()), (3, 1));
+        in_flight.remove(own);
+        assert_eq!((in_flight.len(), in_flight.unanswered()), (2, 1));
+        in_flight.answer_all(|_| {});
+        in_flight.remove(other);
+        assert_eq!((in_flight.len(), in_flight.unanswered()), (1, 0));
     }
 
     #[test]

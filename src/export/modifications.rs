@@ -220,4 +220,18 @@ mod tests {
         drop(listing);
         assert!(!two.must_wait(&write, NOW_NS));
     }
+
+    /// Its thread may have published nothing for a while.
+    #[test]
+    fn requests_of_a_connection_that_has_ended_count_without_a_last_word() {
+        let registry = Arc::new(Registry::default());
+        let (one, _listing) = Modifications::new(Arc::clone(&registry), 2);
+        let (mut two, _listing_of_two) = Modifications::new(registry, 2);
+        let write = request(Op::Write, 0, 512);
+        one.started(0, &write, NOW_NS);
+        one.publish(Some(NOW_NS), false);
+        assert!(!two.must_wait(&write, NOW_NS));
+        drop(one);
+        assert!(two.must_wait(&write, NOW_NS));
+    }
 }

@@ -84,3 +84,60 @@ impl ActivePolicy {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cleat_core::clock::ManualClock;
+    use cleat_core::policy::{OnOutage, RateLimits};
+    use cleat_core::request::{Flags, Op, Request};
+
+    const READ: Request = Request {
+        op: Op::Read,
+        flags: Flags { fua: false, no_hole: false, fast_zero: false },
+        offset: 0,
+        length: 512,
+    };
+
+    #[test]
+    fn a_changed_policy_is_in_force_at_once() {
+        let limits = RateLimits { iops: 1, bytes_per_s: 0 };
+        let policy = |outage| Policy { outage, limits, busy_poll: BusyPoll::Off };
+        let active = ActivePolicy::new(policy(OnOutage::Fail), Arc::new(ManualClock::new()));
+        assert_eq!((active.outage_limit_ns(), active.polls()), (0, false));
+        assert_eq!(active.limiter().admit(&READ, 0), Ok(()));
+        assert!(active.limiter().admit(&READ, 0).is_err());
+        active.set(Policy::default());
+        assert_eq!((active.outage_limit_ns(), active.polls()), (u64::MAX, true));
+        assert_eq!(active.limiter().admit(&READ, 0), Ok(()));
+        active.set(policy(OnOutage::QueueFor(Duration::from_secs(30))));
+        assert_eq!(active.outage_limit_ns(), 30_000_000_000);
+    }
+
+    #[test]
+    fn time_is_that_of_the_clock() {
+        let clock = Arc::new(ManualClock::new());
+        let active = ActivePolicy::new(Policy::default(), clock.clone());
+        let before = active.now_ns();
+        clock.advance(Duration::from_secs(1));
+        assert_eq!(active.now_ns() - before, 1_000_000_000);
+        assert_eq!(active.now_ns(), active.clock().monotonic_ns());
+    }
+
+    #[test]
+    fn the_watcher_is_woken_when_an_outage_begins_or_ends() {
+        use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+        let active = ActivePolicy::new(Policy::default(), Arc::new(ManualClock::new()));
+        // Without a watcher there is nothing to do.
+        active.outage_changed();
+        let waker = Waker::new().unwrap();
+        active.set_watcher(waker.clone());
+        let is_woken = || {
+            let mut set = [PollFd::new(waker.descriptor(), PollFlags::POLLIN)];
+            poll(&mut set, PollTimeout::ZERO).unwrap() > 0
+        };
+        assert!(!is_woken());
+        active.outage_changed();
+        assert!(is_woken());
+    }
+}

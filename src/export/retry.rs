@@ -373,6 +373,32 @@ mod tests {
         assert_eq!(retries.waiting(), 1);
     }
 
+    /// Volumes that have lost the same backend at the same time do not all return to it at the same time.
+    #[test]
+    fn pauses_differ_by_up_to_a_quarter() {
+        let pause_ns = |now_ns: u64| outage(now_ns).due_ns(u64::MAX).unwrap() - now_ns;
+        let pauses: Vec<u64> = (1_000..1_256).map(pause_ns).collect();
+        let (shortest, longest) = (pauses.iter().min().unwrap(), pauses.iter().max().unwrap());
+        assert_eq!(*longest, FIRST_PAUSE_NS);
+        assert!((FIRST_PAUSE_NS * 3 / 4..FIRST_PAUSE_NS * 4 / 5).contains(shortest), "{shortest}");
+    }
+
+    /// The caller asks the backend by a request of its own then.
+    #[test]
+    fn an_attempt_without_a_waiting_request_is_repeated_after_a_pause() {
+        let mut retries = Retries::new(4);
+        let failing = Circumstances { limit_ns: 0, ..NOW };
+        assert!(!waits_after(&mut retries, failing, Op::Read, Some(IoError::Retry)));
+        assert!(!retries.is_for_space());
+        assert_eq!((retries.waiting(), retries.due_ns(0)), (0, Some(100 * MS)));
+        assert!(retries.begin_attempt(100 * MS));
+        assert_eq!(retries.due_ns(0), None);
+        retries.postpone(100 * MS);
+        assert_eq!(retries.due_ns(0), Some(300 * MS));
+        retries.end_wait_for_space(100 * MS);
+        assert!(retries.in_outage(), "the outage is none of space");
+    }
+
     #[test]
     fn a_lack_of_space_is_over_when_a_write_succeeds_or_none_waits() {
         let no_space = Some(IoError::NoSpace);
@@ -385,8 +411,19 @@ mod tests {
         let due_ns = retries.due_ns(u64::MAX);
         assert!(!waits_after(&mut retries, later, Op::Read, None));
         assert_eq!(retries.due_ns(u64::MAX), due_ns, "a read shows nothing");
+        retries.end_wait_for_space(later.now_ns);
+        assert!(retries.in_outage(), "a request waits");
         assert!(retries.give_up().is_some());
         retries.end_wait_for_space(later.now_ns);
+        assert!(!retries.in_outage());
+        // A write with space shows the end, unless others still wait.
+        assert!(waits_after(&mut retries, NOW, Op::Write, no_space));
+        let waiting = retries.next().unwrap();
+        retries.end_wait_for_space(later.now_ns);
+        assert!(retries.in_outage(), "an attempt is under way");
+        let mut restarted = Running { retried: true, ..running(Op::Write) };
+        let outcome = Outcome { result: Ok(()), buffer: waiting.buffer };
+        assert!(retries.on_end(0, outcome, &mut restarted, &later).is_some());
         assert!(!retries.in_outage());
     }
 }
