@@ -344,6 +344,64 @@ mod tests {
         assert_eq!(results(&wakers[1], &completions, 1), [Ok(())]);
     }
 
+    fn is_woken(waker: &Waker) -> bool {
+        use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+        let mut set = [PollFd::new(waker.descriptor(), PollFlags::POLLIN)];
+        poll(&mut set, PollTimeout::ZERO).unwrap() > 0
+    }
+
+    #[test]
+    fn a_failure_of_an_earlier_process_or_of_a_durable_write_counts() {
+        let earlier = syncer();
+        earlier.sync().unwrap();
+        earlier.set_failed_before();
+        let written = syncer();
+        let watcher = Waker::new().unwrap();
+        written.watch(watcher.clone());
+        written.set_failed(libc::EIO);
+        assert!(is_woken(&watcher), "the owner was not woken");
+        watcher.take();
+        written.set_failed(libc::EIO);
+        assert!(!is_woken(&watcher), "the first failure is reported once");
+        for failed in [earlier, written] {
+            assert!(failed.has_failed());
+            let (completer, _) = channel(Waker::new().unwrap(), 1);
+            assert_eq!(failed.request(&completer, 0), Err(IoError::Broken));
+            assert_eq!(failed.sync().unwrap_err().raw_os_error(), Some(libc::EIO));
+        }
+    }
+
+    /// The open file carries the claim of the volume.
+    #[test]
+    fn the_thread_closes_the_file_at_the_end_and_a_sync_that_hangs_does_not_block() {
+        let file = Arc::new(tempfile::tempfile().unwrap());
+        let idle = Syncer::new(Arc::clone(&file), "test".to_owned());
+        idle.start().unwrap();
+        drop(idle);
+        assert_eq!(Arc::strong_count(&file), 1);
+        let hanging = syncer();
+        let (completer, _completions) = channel(Waker::new().unwrap(), 1);
+        let shared = Arc::clone(&hanging.shared);
+        let turn = lock(&shared.turn);
+        hanging.request(&completer, 0).unwrap();
+        while !lock(&shared.state).running {
+            std::thread::yield_now();
+        }
+        drop(hanging);
+        drop(turn);
+    }
+
+    #[cfg(feature = "fault")]
+    #[test]
+    fn a_volume_that_drops_its_syncs_does_none() {
+        let syncer = syncer();
+        syncer.inject_failure();
+        syncer.set_drops(true);
+        assert!(syncer.drops() && syncer.sync().is_ok());
+        syncer.set_drops(false);
+        assert!(!syncer.drops() && syncer.sync().is_err());
+    }
+
     #[cfg(feature = "fault")]
     #[test]
     fn a_failure_reaches_every_waiting_request_and_all_later_ones() {
@@ -364,8 +422,6 @@ mod tests {
         // The kernel would report success now.
         assert_eq!(syncer.request(&completer, 2), Err(IoError::Broken));
         assert_eq!(syncer.sync().unwrap_err().raw_os_error(), Some(libc::EIO));
-        use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-        let mut set = [PollFd::new(watcher.descriptor(), PollFlags::POLLIN)];
-        assert!(poll(&mut set, PollTimeout::ZERO).unwrap() > 0, "the owner was not woken");
+        assert!(is_woken(&watcher), "the owner was not woken");
     }
 }
