@@ -80,6 +80,9 @@ impl OutageMonitor {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::time::{Instant, SystemTime};
+
     use super::*;
     use crate::fake_image::FakeImage;
     use cleat_core::clock::ManualClock;
@@ -102,5 +105,50 @@ mod tests {
         recorder.set_outage(0, 0);
         assert_eq!(monitor.check(&page, &image), Some(FromWorker::Outage { outage: None }));
         assert!(!monitor.lasts());
+    }
+
+    /// A clock whose wall time an administrator sets.
+    #[derive(Debug, Default)]
+    struct SetClock {
+        clock: ManualClock,
+        ahead_s: AtomicU64,
+    }
+
+    impl Clock for SetClock {
+        fn now(&self) -> Instant {
+            self.clock.now()
+        }
+
+        fn monotonic_ns(&self) -> u64 {
+            self.clock.monotonic_ns()
+        }
+
+        fn boot_ns(&self) -> u64 {
+            self.clock.boot_ns()
+        }
+
+        fn wall(&self) -> SystemTime {
+            self.clock.wall() + Duration::from_secs(self.ahead_s.load(Ordering::Relaxed))
+        }
+    }
+
+    #[test]
+    fn each_outage_keeps_the_time_that_it_had_at_its_beginning() {
+        let clock = Arc::new(SetClock::default());
+        let (page, _) = Page::create().unwrap();
+        let recorder = page.any_recorder().unwrap();
+        let (image, mut monitor) = (FakeImage::default(), OutageMonitor::new(clock.clone()));
+        let first_unix_ms = clock.unix_ms();
+        recorder.set_outage(1, clock.boot_ns());
+        assert!(monitor.check(&page, &image).is_some());
+        clock.ahead_s.store(3600, Ordering::Relaxed);
+        assert_eq!(monitor.check(&page, &image), None);
+        let outage = Some(Outage { since_unix_ms: first_unix_ms, reason: None });
+        assert_eq!(monitor.message(), FromWorker::Outage { outage });
+        // Between two checks it has ended, and another one has begun.
+        clock.clock.advance(Duration::from_secs(5));
+        recorder.set_outage(1, clock.boot_ns());
+        let outage = Some(Outage { since_unix_ms: clock.unix_ms(), reason: None });
+        assert_eq!(monitor.check(&page, &image), Some(FromWorker::Outage { outage }));
     }
 }

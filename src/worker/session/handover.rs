@@ -258,6 +258,9 @@ fn unpack(unread: &[u32], descriptors: Vec<OwnedFd>) -> Result<Vec<PausedConnect
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::os::unix::net::UnixStream;
+
     use super::*;
     use cleat_core::clock::{Clock, ManualClock};
 
@@ -271,5 +274,66 @@ mod tests {
         clock.advance(Duration::from_millis(1));
         assert!(offer.has_expired(clock.now()));
         assert_eq!(offer.timeout(clock.now()), Duration::ZERO);
+    }
+
+    /// Makes connections with these numbers of unread bytes, and the other ends of their sockets.
+    fn paused(unread: &[usize]) -> (Vec<PausedConnection>, Vec<UnixStream>) {
+        let connections = unread.iter().zip(1..).map(|(length, content)| {
+            let (socket, peer) = UnixStream::pair().unwrap();
+            (PausedConnection { socket: socket.into(), unread: vec![content; *length] }, peer)
+        });
+        connections.unzip()
+    }
+
+    #[test]
+    fn every_connection_gets_its_own_socket_and_unread_bytes() {
+        for lengths in [vec![3, 0, 5000], vec![0, 0], vec![1]] {
+            let (connections, mut peers) = paused(&lengths);
+            let expected: Vec<_> = connections.iter().map(|one| one.unread.clone()).collect();
+            let (unread, descriptors) = pack(connections).unwrap();
+            // Without unread bytes there is no file for them.
+            let files = usize::from(lengths.iter().any(|length| *length > 0));
+            assert_eq!(descriptors.len(), lengths.len() + files);
+            let unpacked = unpack(&unread, descriptors).unwrap();
+            assert_eq!(unpacked.len(), lengths.len());
+            for (index, (one, expected)) in unpacked.into_iter().zip(expected).enumerate() {
+                assert_eq!(one.unread, expected);
+                UnixStream::from(one.socket).write_all(&[7]).unwrap();
+                peers[index].read_exact(&mut [0]).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn only_as_many_connections_are_packed_as_a_message_can_carry() {
+        let mut lengths = vec![0; MAX_DESCRIPTORS];
+        assert_eq!(pack(paused(&lengths).0).unwrap().1.len(), MAX_DESCRIPTORS);
+        lengths[0] = 1;
+        assert_eq!(pack(paused(&lengths).0).unwrap_err().kind(), ErrorKind::Unsupported);
+    }
+
+    #[test]
+    fn a_message_whose_parts_do_not_fit_each_other_is_refused() {
+        let most = usize::try_from(MAX_UNREAD).unwrap();
+        let (unread, descriptors) = pack(paused(&[most, most]).0).unwrap();
+        assert_eq!(unpack(&unread, descriptors).unwrap()[1].unread.len(), most);
+        let packed = |lengths: &[usize]| pack(paused(lengths).0).unwrap();
+        let (too_long, files) = packed(&[most, most + 1]);
+        let cases = [
+            (too_long, files),
+            (Vec::new(), packed(&[0]).1),
+            (vec![0, 0], packed(&[0]).1),
+            (vec![0], packed(&[0, 0]).1),
+            // The unread bytes are missing, or the file is shorter than they are.
+            (vec![1], Vec::new()),
+            (vec![1], packed(&[0, 0]).1),
+            (vec![4, 4], packed(&[3, 4]).1),
+            (vec![3, 4], packed(&[3]).1),
+        ];
+        for (unread, descriptors) in cases {
+            let number = descriptors.len();
+            let error = unpack(&unread, descriptors).expect_err("it was accepted");
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{unread:?}, {number}: {error:?}");
+        }
     }
 }

@@ -1,5 +1,8 @@
 //! The control thread of a worker, under a clock that the test sets.
 
+mod handover;
+
+use cleat_backend::{OpenOptions, Registry};
 use cleat_core::clock::ManualClock;
 use cleat_core::policy::Policy;
 
@@ -10,9 +13,30 @@ use crate::protocol::ProtocolVersions;
 
 /// Makes the session of a worker without a supervisor and without connections.
 fn session(image: Arc<FakeImage>, clock: Arc<ManualClock>) -> (tempfile::TempDir, Session) {
+    let (page, _) = Page::create().unwrap();
+    session_of(Start { quiesce: true, ..start() }, image, page, clock)
+}
+
+fn session_of(
+    start: Start,
+    image: Arc<dyn Image>,
+    page: Page,
+    clock: Arc<ManualClock>,
+) -> (tempfile::TempDir, Session) {
     let directory = tempfile::tempdir().unwrap();
     let listener = UnixListener::bind(directory.path().join("control.sock")).unwrap();
-    let start = Start {
+    let session = Session::new(start, image, Vec::new(), page, listener, String::new(), clock);
+    (directory, session.unwrap())
+}
+
+/// Opens a volume with data.
+fn memory() -> Arc<dyn Image> {
+    let backends = Registry::new(&[cleat_backend::mem::BACKEND]);
+    backends.volume("mem:1M").unwrap().open(&OpenOptions::default()).unwrap()
+}
+
+fn start() -> Start {
+    Start {
         versions: ProtocolVersions::default(),
         mapping_id: "id".to_owned(),
         name: "name".to_owned(),
@@ -29,16 +53,11 @@ fn session(image: Arc<FakeImage>, clock: Arc<ManualClock>) -> (tempfile::TempDir
         take_over: false,
         resumes: false,
         expected: None,
-        quiesce: true,
+        quiesce: false,
         sync_failed: false,
         credentials: Vec::new(),
         grant: 0,
-    };
-    let (page, _) = Page::create().unwrap();
-    (
-        directory,
-        Session::new(start, image, Vec::new(), page, listener, String::new(), clock).unwrap(),
-    )
+    }
 }
 
 #[test]
