@@ -26,15 +26,16 @@ JOBS ?= 3
 # The suites `system` and `device` run one test with `make system TEST=NAME`.
 TEST ?=
 EXACT = $(if $(TEST),--exact $(TEST))
-SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.sh
+SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.sh \
+	scripts/control-plane.sh
 
 .DEFAULT_GOAL := build
 .PHONY: help build release demo test unit tests vm-image comparison soak \
 	soak-device soak-simulation soak-models soak-fights soak-fuzz bench install \
-	uninstall clean image deps-build deps-test device $(SUITES)
+	uninstall clean control-plane image deps-build deps-test device $(SUITES)
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 build: release ## Build the release binary (target/release/cleat)
 
@@ -50,10 +51,11 @@ demo: release ## Map a volume, put a file system and files on it, check them; in
 
 test: deps-test ## Everything, in about half an hour: lint, tests, virtual machines
 	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) --again system,device --background lint \
-		vm-image tests / $(filter-out lint,$(SUITES)) / device lint
+		vm-image tests control-plane / $(filter-out lint,$(SUITES)) / device lint
 
 unit: deps-test ## What needs no virtual machine
-	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) --again system tests / $(SUITES)
+	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) --again system \
+		tests control-plane / $(SUITES)
 
 lint: deps-test ## Formatting, clippy with and without `fault`, shell scripts
 	$(CARGO) fmt --all --check
@@ -66,6 +68,9 @@ tests: deps-test ## Build all tests
 
 vm-image: deps-test ## Build the image of the virtual machines
 	tests/vm/build-image.sh
+
+control-plane: deps-test ## Build etcd and kube-apiserver for the tests
+	scripts/control-plane.sh
 
 crates: deps-test ## Unit tests of the crates, rules of the code, fuzz targets on their corpora, CSI's messages
 	$(CARGO_TEST) --lib --bins --test tidy --test compatibility --test fuzz --test csi-wire

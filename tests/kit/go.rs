@@ -12,14 +12,24 @@ use std::process::Command;
 ///
 /// Panics if Go is missing, with the command that installs it, or if the build fails.
 pub fn build(directory: &str, arguments: &[&str]) -> PathBuf {
+    run(Command::new("scripts/go-tool.sh").arg(directory).args(arguments))
+}
+
+/// Builds etcd and kube-apiserver as [`build`] does, and returns the directory that has the executables. The make
+/// target `control-plane` builds the same ones.
+///
+/// # Panics
+///
+/// As [`build`].
+pub fn control_plane() -> PathBuf {
+    run(&mut Command::new("scripts/control-plane.sh"))
+}
+
+/// Runs a script that prints the directory of what it has built.
+fn run(script: &mut Command) -> PathBuf {
     let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
-    let output = Command::new("scripts/go-tool.sh")
-        .current_dir(root)
-        .arg(directory)
-        .args(arguments)
-        .output()
-        .expect("scripts/go-tool.sh runs");
+    let output = script.current_dir(root).output().expect("the script runs");
     let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{directory} was not built: {errors}");
+    assert!(output.status.success(), "{script:?} failed: {errors}");
     PathBuf::from(String::from_utf8(output.stdout).expect("UTF-8").trim_end())
 }

@@ -12,15 +12,6 @@ use kube::api::{Api, PostParams};
 use serde_json::json;
 use tonic::codegen::http::Request;
 
-/// The module that pins etcd and Kubernetes.
-const MODULE: &str = "tests/kube/control-plane";
-
-/// The version that Kubernetes' programs report. It is the one that go.mod requires.
-const VERSION: &str = "v1.36.3";
-
-const ETCD: &str = "go.etcd.io/etcd/server/v3";
-const API_SERVER: &str = "k8s.io/kubernetes/cmd/kube-apiserver";
-
 /// The token of an administrator.
 const TOKEN: &str = "administrator";
 
@@ -44,8 +35,7 @@ impl ControlPlane {
     }
 
     fn start() -> Self {
-        let flags = format!("-ldflags=-s -w -X k8s.io/component-base/version.gitVersion={VERSION}");
-        let programs = test_kit::go::build(MODULE, &[&flags, ETCD, API_SERVER]);
+        let programs = test_kit::go::control_plane();
         let started = Instant::now();
         let directory =
             std::env::var_os("CLEAT_TEST_SHM").map_or_else(std::env::temp_dir, PathBuf::from);
