@@ -28,6 +28,9 @@ pub struct View<'a> {
     pub local: &'a Local,
     /// The permit to claim, from the agent's last intent.
     pub permit: Option<&'a Permit>,
+    /// How long the agent tries to end a revoked mapping before it uses force, in seconds. `None`: it waits until
+    /// the users of the mapping have ended, or until the mapping is fenced.
+    pub force_after_s: Option<u64>,
 }
 
 /// What the agent has read from the API server.
@@ -138,9 +141,6 @@ pub enum Step {
     Release(String),
 }
 
-/// How long the agent tries to end a revoked mapping before it uses force, in seconds.
-pub const FINISH_TIMEOUT_S: u64 = 3;
-
 /// The permit to claim a volume with a generation. The caller keeps it until a claim succeeds or is refused for
 /// good, until [`Permit::survives`] is false for an entry that it sends, or until it restarts. Until then the
 /// controller cannot free the generation, because SafeToDetach is false, unless it seals the generation at the
@@ -211,21 +211,28 @@ pub fn next_step(view: &View<'_>, now: Time) -> Step {
     step.or_else(|| publish_difference(view, now)).unwrap_or(Step::Wait)
 }
 
-/// Returns how a mapping has to end; `None` if it stays.
+/// Returns how a mapping has to end; `None` if it stays. One that is cut off cannot write what is dirty, so that a
+/// plain end would fail.
 fn end(view: &View<'_>, mapping: &Mapping, now: Time) -> Option<Step> {
-    if mapping.state == MappingState::CutOff {
+    if mapping.state == MappingState::CutOff || is_fenced(view, mapping.generation) {
         return Some(Step::Force);
     }
     let is_revoked = is_revoked(view, mapping.generation);
     if !is_revoked && view.local.wanted {
         return None;
     }
-    let is_late =
-        mapping.ending_since.is_some_and(|since| since.is_older_than(FINISH_TIMEOUT_S, now));
+    let timeout = mapping.ending_since.zip(view.force_after_s);
+    let is_late = timeout.is_some_and(|(since, timeout_s)| since.is_older_than(timeout_s, now));
     Some(if is_revoked && is_late { Step::Force } else { Step::Finish })
 }
 
-/// Returns whether `generation` was revoked or fenced on this node. Implements rule 9,
+/// Returns whether the grant says that `generation` was fenced on this node.
+fn is_fenced(view: &View<'_>, generation: Generation) -> bool {
+    let Grants::Listed { grant: Some(stored), .. } = view.grants else { return false };
+    stored.grant.fence(view.node, generation).is_some()
+}
+
+/// Returns whether `generation` was revoked on this node. Implements rule 9,
 /// [`Rule::AbsenceIsNotRevocation`]: a grant that is missing, not listed or about another generation ends
 /// nothing.
 fn is_revoked(view: &View<'_>, generation: Generation) -> bool {
@@ -233,9 +240,8 @@ fn is_revoked(view: &View<'_>, generation: Generation) -> bool {
     let grant = grant.map(|stored| &stored.grant);
     let holder = grant.and_then(|grant| grant.holder(view.node));
     let holder = holder.filter(|holder| holder.generation == generation);
-    let is_fenced = grant.is_some_and(|grant| grant.fence(view.node, generation).is_some());
     let is_absent = !applies(Rule::AbsenceIsNotRevocation) && holder.is_none();
-    is_fenced || is_absent || holder.is_some_and(|holder| holder.revoked)
+    is_absent || holder.is_some_and(|holder| holder.revoked)
 }
 
 /// Decides for a volume that is not mapped: claim it, or release what is left of an earlier claim.

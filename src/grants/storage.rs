@@ -37,4 +37,12 @@ pub trait Fencing: Debug + Send + Sync {
     /// # Errors
     /// Returns an error if the storage does not answer, or if the record has changed meanwhile.
     fn unfence(&self, client: &str, deadline: Instant) -> Result<()>;
+
+    /// Cuts off `client`, a client of the node `node` whose process has ended, and releases its claim. Does nothing
+    /// if the record has no such claim any more. Called on that node.
+    ///
+    /// # Errors
+    /// Returns `InUse` if it is not proved that the process has ended, or if another client has claimed the volume,
+    /// and an error if the storage does not answer.
+    fn release(&self, node: &str, client: &str, deadline: Instant) -> Result<()>;
 }

@@ -17,9 +17,9 @@ use librbd::{Image, Open};
 
 use crate::claim;
 use crate::claim::header::ImageHeader;
-use crate::claim::record::is_address;
+use crate::claim::record::{Claim, is_address};
 use crate::claim::seal::Seal;
-use crate::fence::{RbdFence, blocklist, not_removed};
+use crate::fence::{RbdFence, blocklist, not_removed, take_over_and_release};
 use crate::spec::RbdSpec;
 
 /// The record of an image, which is opened for each call.
@@ -81,6 +81,20 @@ impl Fencing for GrantRecord {
                 removed.map_err(|error| not_removed(error, &client, &spec))?;
             }
             Ok(())
+        })
+    }
+
+    fn release(&self, node: &str, client: &str, deadline: Instant) -> Result<()> {
+        let (node, client) = (node.to_owned(), client.to_owned());
+        self.0.call(Open::Write, deadline, move |image, name| {
+            let claim = claim::of(image, name)?;
+            let is_claim = |claim: &Claim| !claim.released && claim.client.address == client;
+            if !claim.as_ref().is_some_and(is_claim) {
+                return Ok(());
+            }
+            // Without the permission to take over, only a client that has ended is replaced.
+            let claimant = Claimant::alone(&node, false)?;
+            take_over_and_release(image, name, &claimant, Some(&[client]))
         })
     }
 }

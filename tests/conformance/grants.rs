@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use cleat::backends::REGISTRY;
 use cleat_backend::OpenOptions;
-use cleat_backend::claimant::{Claimant, ProcessMark};
+use cleat_backend::claimant::{Claimant, ProcessMark, boot_id};
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::request::IoError;
 use cleat_grants::object::{Generation, Mode};
@@ -109,4 +109,35 @@ fn a_node_that_has_not_claimed_is_fenced_by_the_seal() {
     let other = Target { mode: Mode::ReadOnly, ..target("a", 2) };
     assert_eq!(storage.fence(&other, deadline()).unwrap_err().kind(), ErrorKind::Unsupported);
     drop(Local::open(&REGISTRY.volume(&uri).unwrap(), granted("b", 2)));
+}
+
+#[test]
+fn only_the_claim_of_a_client_that_has_ended_is_released() {
+    let uri = fresh(shared(), "granted-released", 8 * MIB);
+    let (storage, volume) = (record_of(&uri), REGISTRY.volume(&uri).unwrap());
+    let claimed = || storage.record(deadline()).unwrap().claim_of("a").unwrap().client.clone();
+    let first = Local::open(&volume, granted("a", 1));
+    let address = claimed();
+    let error = storage.release("a", &address, deadline()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InUse, "{}", error.report());
+    first.client().one(write(0, &pattern(1, 4096)));
+    drop(first);
+    storage.release("a", &address, deadline()).unwrap();
+
+    // A client whose process has ended, as far as its record says.
+    let mut options = granted("a", 1);
+    options.claimant.boot_id = boot_id().unwrap();
+    options.claimant.process = ProcessMark::own().map(|own| ProcessMark { pid: u32::MAX, ..own });
+    let second = Local::open(&volume, options);
+    let mut client = second.client();
+    let next = claimed();
+    storage.release("a", &address, deadline()).unwrap();
+    client.one(write(4096, &pattern(2, 4096)));
+    storage.release("a", &next, deadline()).unwrap();
+    let record = storage.record(deadline()).unwrap();
+    assert_eq!((record.claims.len(), record.generation), (0, Generation(1)));
+    assert_eq!(client.try_one(write(0, &pattern(3, 4096))), Err(IoError::Fenced));
+    // The same generation may be claimed again.
+    drop((client, second));
+    drop(Local::open(&volume, granted("a", 1)));
 }

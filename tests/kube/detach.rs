@@ -94,7 +94,7 @@ fn row_12_only_the_signal_of_the_node_frees_a_volume() {
             tokio::time::sleep(Duration::from_secs(1)).await;
             assert!(world.grant(handle).await.unwrap().stored().grant.holder(&node).is_some());
         }
-        world.storage.image(handle).release(&node);
+        world.storage.image(handle).release_claim(&node);
         let signal = |status| (Signal::SafeToDetach, status, Reason::Released, generation);
         world.report(handle, &node, &[signal(Truth::False)]).await;
         world.report(handle, &node, &[signal(Truth::True)]).await;

@@ -285,7 +285,7 @@ impl World {
 
     /// Plays the agent of a node: unmaps the volume, releases the claim, and says so.
     pub(crate) async fn release(&self, handle: &str, node: &str, generation: Generation) {
-        self.storage.image(handle).release(node);
+        self.storage.image(handle).release_claim(node);
         let mount = (Signal::SafeToMount, Truth::False, Reason::Released, generation);
         let detach = (Signal::SafeToDetach, Truth::True, Reason::Released, generation);
         self.report(handle, node, &[mount, detach]).await;

@@ -53,7 +53,7 @@ impl Image {
     }
 
     /// Releases the claim of `node`.
-    pub(crate) fn release(&self, node: &str) {
+    pub(crate) fn release_claim(&self, node: &str) {
         let mut record = self.record.lock().unwrap();
         *record = record.release(&client(node)).expect("the node has a claim");
     }
@@ -92,6 +92,15 @@ impl Fencing for Image {
         if let Some(clean) = record.unfence(client) {
             self.cut.lock().unwrap().remove(client);
             *record = clean;
+        }
+        Ok(())
+    }
+
+    fn release(&self, _: &str, client: &str, _: Instant) -> Result<()> {
+        let mut record = self.record.lock().unwrap();
+        if let Some(released) = record.release(client) {
+            self.cut.lock().unwrap().insert(client.to_owned());
+            *record = released;
         }
         Ok(())
     }

@@ -12,6 +12,7 @@ struct Fixture {
     local: Local,
     permit: Option<Permit>,
     is_reachable: bool,
+    force_after_s: Option<u64>,
 }
 
 impl Fixture {
@@ -27,7 +28,7 @@ impl Fixture {
             pod_uids: Vec::new(),
         });
         let local = Local { wanted, claim: OwnClaim::None, ..Local::default() };
-        Self { stored, local, permit: None, is_reachable: true }
+        Self { stored, local, permit: None, is_reachable: true, force_after_s: None }
     }
 
     fn mapped() -> Self {
@@ -45,7 +46,8 @@ impl Fixture {
 
     fn step_with(&self, grants: Grants<'_>) -> Step {
         let (local, permit) = (&self.local, self.permit.as_ref());
-        next_step(&View { node: "a", grants, local, permit }, NOW)
+        let force_after_s = self.force_after_s;
+        next_step(&View { node: "a", grants, local, permit, force_after_s }, NOW)
     }
 
     fn step(&self) -> Step {
@@ -151,11 +153,15 @@ fn a_mapping_is_published_once_and_its_release_once() {
 }
 
 #[test]
-fn a_revoked_mapping_ends_and_by_force_after_its_timeout() {
+fn a_revoked_mapping_ends_and_by_force_only_if_the_policy_says_so() {
     let mut fixture = Fixture::mapped();
     fixture.stored.grant.spec.holders[0].revoked = true;
     assert_eq!(fixture.step(), Step::Finish);
-    fixture.mapping().ending_since = Some(Time(NOW.0 - FINISH_TIMEOUT_S));
+    fixture.mapping().ending_since = Some(Time(NOW.0 - 3));
+    assert_eq!(fixture.step(), Step::Finish);
+    fixture.force_after_s = Some(4);
+    assert_eq!(fixture.step(), Step::Finish);
+    fixture.force_after_s = Some(3);
     assert_eq!(fixture.step(), Step::Force);
     // A revocation of another generation ends nothing.
     fixture.stored.grant.spec.holders[0].generation = Generation(4);
@@ -214,7 +220,7 @@ fn a_fenced_node_reports_when_nothing_is_left() {
     fixture.publish();
     fixture.stored.grant.spec.holders.clear();
     fixture.fence(3);
-    assert_eq!(fixture.step(), Step::Finish);
+    assert_eq!(fixture.step(), Step::Force);
     fixture.local.mapping = None;
     fixture.local.claim = OwnClaim::None;
     fixture.publish();
@@ -251,7 +257,7 @@ fn fences_are_reported_as_cleaned_from_the_oldest_on() {
         entry.is(Signal::Cleaned, Truth::True, Generation(generation))
     };
     // The mapping of the later one is left.
-    assert_eq!(fixture.step(), Step::Finish);
+    assert_eq!(fixture.step(), Step::Force);
     fixture.local.mapping = None;
     fixture.local.claim = OwnClaim::None;
     fixture.local.wanted = false;

@@ -36,6 +36,9 @@ pub(crate) enum Action {
     },
 }
 
+/// How long a node tries to end a revoked mapping before it uses force, in seconds.
+const FORCE_AFTER_S: u64 = 3;
+
 /// After which time a claim is tried again that a client of another node has prevented.
 const RETRY_MS: u64 = 2_000;
 
@@ -98,8 +101,13 @@ impl Node {
     }
 
     fn step(&mut self, grants: Grants<'_>, now: Time) -> Option<Action> {
-        let view =
-            View { node: &self.name, grants, local: &self.local, permit: self.permit.as_ref() };
+        let view = View {
+            node: &self.name,
+            grants,
+            local: &self.local,
+            permit: self.permit.as_ref(),
+            force_after_s: Some(FORCE_AFTER_S),
+        };
         match next_step(&view, now) {
             Step::Wait => None,
             Step::ReadClaim => Some(Action::Call(Call::ReadRecord)),
