@@ -308,6 +308,13 @@ pub trait Kernel: Send + Sync {
     /// backend does not answer: the flush continues in the background.
     fn flush(&self, index: DeviceIndex, deadline: Instant) -> Result<()>;
 
+    /// Reads the first block of the device from its server, past the page cache.
+    ///
+    /// # Errors
+    /// Returns an error if the device cannot be opened or read; `TimedOut` at the deadline, when the backend does
+    /// not answer: the read continues in the background.
+    fn probe(&self, index: DeviceIndex, deadline: Instant) -> Result<()>;
+
     /// Returns a channel of events, which ends when the receiver is dropped. Events may be lost when a
     /// socket overflows, so a caller must also poll.
     ///

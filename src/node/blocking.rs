@@ -39,7 +39,7 @@ static CALLS: Semaphore = Semaphore::const_new(MAX_CALLS);
 ///
 /// # Errors
 /// Returns the call's error, and `Internal` if the call panics.
-pub(crate) async fn blocking<T: Send + 'static>(
+pub async fn blocking<T: Send + 'static>(
     call: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
     // Simulations of several threads must not influence each other. The semaphore is never closed.

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use crate::config_path::path_or_none;
+use crate::config_values::{duration, path_or_none};
 use crate::csi_config::CsiConfig;
 use crate::workers::UserRange;
 use cleat_backend::uri::parse_size_or_zero;
@@ -381,14 +381,6 @@ fn read(path: &Path) -> std::io::Result<String> {
         return Err(std::io::Error::other(format!("it is longer than {MAX_FILE} bytes")));
     }
     Ok(text)
-}
-
-/// Reads a duration such as "30s", "5m" or "1h 30m".
-fn duration<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
-    let text = String::deserialize(deserializer)?;
-    humantime::parse_duration(&text).map_err(|error| {
-        serde::de::Error::custom(format!("{text:?} is not a duration such as \"30s\": {error}"))
-    })
 }
 
 /// Reads a size such as "100M"; "0" means none.

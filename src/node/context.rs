@@ -1,5 +1,6 @@
 //! The state that all operations and actions of the supervisor share.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -11,11 +12,13 @@ use crate::force_disconnected::ForceDisconnected;
 use crate::kernel_calls::KernelCalls;
 use crate::mapping::{Change, Register};
 use crate::planner::Options;
+use crate::record_directory::Problem;
 use crate::record_store::Records;
 use crate::unmanaged::Unmanaged;
 use crate::workers::Workers;
 use cleat_backend::Registry;
 use cleat_core::clock::Clock;
+use cleat_core::error::Error;
 use cleat_core::random::Random;
 
 /// The settings of a daemon, which do not change while it runs.
@@ -87,6 +90,8 @@ pub(crate) struct Context {
     pub(crate) restart: watch::Sender<Option<PathBuf>>,
     /// Problems that were found when the daemon started.
     pub(crate) findings: Mutex<Vec<String>>,
+    /// What is wrong with services beside the control API, by service.
+    pub(crate) service_problems: Mutex<BTreeMap<&'static str, Problem>>,
     /// The records that this build cannot use and leaves in place.
     pub(crate) unmanaged: Unmanaged,
 }
@@ -112,6 +117,24 @@ impl Context {
         if findings.len() < MAX_FINDINGS {
             findings.push(finding);
         }
+    }
+
+    /// Sets what is wrong with a service beside the control API; `None` if nothing is.
+    pub(crate) fn report_service(&self, service: &'static str, problem: Option<Error>) {
+        let mut problems = self.service_problems.lock().unwrap_or_else(PoisonError::into_inner);
+        match problem {
+            Some(error) => {
+                let repair = error.repair().unwrap_or("see the log of the daemon").to_owned();
+                problems.insert(service, Problem { message: error.report(), repair });
+            }
+            None => drop(problems.remove(service)),
+        }
+    }
+
+    /// Returns what is wrong with services beside the control API.
+    pub(crate) fn service_problems(&self) -> Vec<(&'static str, Problem)> {
+        let problems = self.service_problems.lock().unwrap_or_else(PoisonError::into_inner);
+        problems.iter().map(|(service, problem)| (*service, problem.clone())).collect()
     }
 
     /// Adds a mapping to the work queue. If the queue is full, the next sweep finds the mapping.

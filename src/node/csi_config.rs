@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde::Deserialize;
 
-use crate::config_path::path_or_none;
+use crate::config_values::{duration, path_or_none};
 
 /// The `csi` section.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
@@ -28,6 +29,14 @@ pub struct CsiConfig {
     pub clusters: PathBuf,
     /// The directories of file volumes, by name.
     pub directories: BTreeMap<String, PathBuf>,
+    /// Whether a volume that several nodes reach needs a grant of the controller.
+    pub grants: bool,
+    /// The kubeconfig file for the grants; `None`: the service account of the pod.
+    #[serde(deserialize_with = "path_or_none")]
+    pub kubeconfig: Option<PathBuf>,
+    /// How long a revoked volume may stay in use before it is unmapped by force. Zero: until it is fenced.
+    #[serde(deserialize_with = "duration")]
+    pub force_revoked_after: Duration,
 }
 
 /// The maximum length of a driver's name (CSI, GetPluginInfo).
@@ -44,6 +53,9 @@ impl Default for CsiConfig {
             controller: false,
             clusters: PathBuf::from("/etc/cleat/clusters.json"),
             directories: BTreeMap::new(),
+            grants: false,
+            kubeconfig: None,
+            force_revoked_after: Duration::ZERO,
         }
     }
 }
@@ -85,6 +97,7 @@ impl CsiConfig {
             ("csi.kubelet_dir".to_owned(), Some(&self.kubelet_dir)),
             ("csi.socket".to_owned(), self.socket.as_ref()),
             ("csi.clusters".to_owned(), Some(&self.clusters)),
+            ("csi.kubeconfig".to_owned(), self.kubeconfig.as_ref()),
         ];
         let directories = self.directories.iter();
         let directories =

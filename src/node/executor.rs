@@ -13,9 +13,9 @@ use crate::mapping::{Change, ForceReport, Mapping, Register, View};
 use crate::record_directory::Problem;
 use crate::{devices, holders, operations, target, unlock};
 use cleat_api::v1 as api;
-use cleat_core::error::Result;
+use cleat_core::error::{Error, Result};
 use cleat_core::policy;
-use cleat_kernel::{Device, DeviceIndex, Holder, Identity, UnmountScope};
+use cleat_kernel::{Device, DeviceIndex, Holder, Identity, Kernel, UnmountScope};
 
 pub use crate::context::Halt;
 pub use crate::operations::map::MapSpec;
@@ -150,6 +150,25 @@ impl Executor {
     /// Returns an error if the kernel's state cannot be read until `deadline`.
     pub async fn holders(&self, index: DeviceIndex, deadline: Instant) -> Result<Vec<Holder>> {
         holders::holders_of(&self.context, index, deadline).await
+    }
+
+    /// Reads the first block of a device from its worker, past the page cache.
+    ///
+    /// # Errors
+    /// Returns an error if the device cannot be read until `deadline`.
+    pub async fn probe(&self, index: DeviceIndex, deadline: Instant) -> Result<()> {
+        let probe = move |kernel: &dyn Kernel, until| kernel.probe(index, until);
+        self.context.kernel.wait("read the device", deadline, None, probe).await
+    }
+
+    /// Sets what is wrong with a service beside the control API, for `cleat status`; `None` if nothing is.
+    pub fn report_service(&self, service: &'static str, problem: Option<Error>) {
+        self.context.report_service(service, problem);
+    }
+
+    /// Returns what is wrong with services beside the control API.
+    pub(crate) fn service_problems(&self) -> Vec<(&'static str, Problem)> {
+        self.context.service_problems()
     }
 
     /// Returns the devices that have an identity of cleat but no record.

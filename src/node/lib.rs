@@ -19,7 +19,7 @@ mod actions;
 mod api;
 pub mod blocking;
 pub mod config;
-mod config_path;
+mod config_values;
 mod context;
 pub mod control_socket;
 mod credentials;

@@ -7,6 +7,7 @@ mod wait;
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -48,6 +49,10 @@ const STUCK_COMMANDS: usize = 8;
 /// The maximum number of unmounts that may be stuck, one for each device and namespace: each waits for its own
 /// backend.
 const STUCK_UNMOUNTS: usize = 64;
+/// The maximum number of reads that may be stuck: each waits for its own backend.
+const STUCK_PROBES: usize = 64;
+/// The size of the largest block of a device, in bytes.
+const MAX_BLOCK: usize = 4096;
 /// How long short-lived openers of a device, such as udev probes, may take to close it.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -64,6 +69,7 @@ pub struct RealKernel {
     threads: BoundedCalls,
     flushes: Flushes,
     unmounts: BoundedCalls,
+    probes: BoundedCalls,
     freezes: Freezes,
     netlink: Netlink,
     hub: Mutex<Option<Hub>>,
@@ -90,6 +96,7 @@ impl RealKernel {
             threads,
             flushes: Flushes::default(),
             unmounts: BoundedCalls::new(STUCK_UNMOUNTS),
+            probes: BoundedCalls::new(STUCK_PROBES),
             freezes: Freezes::default(),
             hub: Mutex::new(None),
             loads_module: true,
@@ -118,6 +125,15 @@ impl RealKernel {
     pub fn status(&self) -> Result<Vec<(DeviceIndex, bool)>> {
         self.netlink.status(SystemClock.now() + COMMAND_TIMEOUT)
     }
+}
+
+/// Reads the first block of a device past the page cache.
+fn read_first_block(node: &Path) -> std::io::Result<()> {
+    let device = File::options().read(true).custom_flags(libc::O_DIRECT).open(node)?;
+    // O_DIRECT needs an aligned buffer.
+    let mut buffer = vec![0; 2 * MAX_BLOCK];
+    let start = buffer.as_ptr().align_offset(MAX_BLOCK);
+    device.read_exact_at(&mut buffer[start..start + MAX_BLOCK], 0)
 }
 
 /// Checks that the nbd driver answers. Does not load it. Blocks until `deadline` at most.
@@ -377,6 +393,13 @@ impl Kernel for RealKernel {
         self.flushes.run(&node.clone(), deadline, move || File::open(node)?.sync_all())
     }
 
+    fn probe(&self, index: DeviceIndex, deadline: Instant) -> Result<()> {
+        let node = self.names.node(index);
+        let what = format!("read {}", node.display());
+        let read = self.probes.run(&what, deadline, move || read_first_block(&node), drop)?;
+        read.map_err(|error| Error::from_io(format!("cannot {what}"), error))
+    }
+
     fn events(&self) -> Result<Receiver<KernelEvent>> {
         self.load_module()?;
         self.subscribe(EVENT_QUEUE)
@@ -386,6 +409,7 @@ impl Kernel for RealKernel {
         self.threads.stuck()
             + self.flushes.threads.stuck()
             + self.unmounts.stuck()
+            + self.probes.stuck()
             + self.freezes.threads.stuck()
     }
 }

@@ -177,6 +177,13 @@ impl Kernel for SimKernel {
         self.flush_device(index, deadline).map_err(|error| Error::from_io(message(), error))
     }
 
+    fn probe(&self, index: DeviceIndex, deadline: Instant) -> Result<()> {
+        let message = || format!("cannot read /dev/nbd{index}");
+        self.read_until(index, 0, 512, deadline)
+            .map(drop)
+            .map_err(|error| Error::from_io(message(), error))
+    }
+
     fn events(&self) -> Result<Receiver<KernelEvent>> {
         let (mut state, _) = self.enter(Call::Events, None)?;
         let (sender, receiver) = crossbeam_channel::bounded(EVENT_QUEUE);

@@ -36,8 +36,18 @@ impl SimKernel {
     /// Returns an error if the server refuses the request, or every connection stays dead for the
     /// dead-connection timeout.
     pub fn read(&self, index: DeviceIndex, offset: u64, length: u32) -> io::Result<Vec<u8>> {
+        self.read_until(index, offset, length, SystemClock.now() + REPLY_TIMEOUT)
+    }
+
+    /// As [`SimKernel::read`], with a deadline.
+    pub(super) fn read_until(
+        &self,
+        index: DeviceIndex,
+        offset: u64,
+        length: u32,
+        deadline: Instant,
+    ) -> io::Result<Vec<u8>> {
         let mut data = vec![0; length as usize];
-        let deadline = SystemClock.now() + REPLY_TIMEOUT;
         self.request(index, (CMD_READ, offset, length), &[], &mut data, deadline)?;
         Ok(data)
     }

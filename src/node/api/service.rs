@@ -430,6 +430,9 @@ impl ApiService {
         if let Some(Problem { message, repair }) = self.executor.state_directory_problem() {
             checks.push(check("state directory", Verdict::Error, message, repair));
         }
+        for (service, Problem { message, repair }) in self.executor.service_problems() {
+            checks.push(check(service, Verdict::Error, message, repair));
+        }
         for finding in self.executor.findings() {
             let repair = "for information; not shown after the next start of the daemon".to_owned();
             checks.push(check("recovery", Verdict::Warning, finding, repair));

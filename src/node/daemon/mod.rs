@@ -128,6 +128,7 @@ impl Node {
             halt: parts.halt,
             restart: watch::channel(None).0,
             findings: std::sync::Mutex::new(Vec::new()),
+            service_problems: std::sync::Mutex::default(),
             unmanaged: Unmanaged::default(),
         });
         let executor = Arc::new(Executor::new(Arc::clone(&context)));

@@ -154,6 +154,11 @@ impl Scrape {
             one(self.findings as f64),
         )?;
         writer.gauges(
+            "service_problems",
+            "Services beside the control API that do not work, such as the agent for grants",
+            one(self.service_problems as f64),
+        )?;
+        writer.gauges(
             "state_directory_writable",
             "Whether the state directory took the last record of a mapping",
             one(f64::from(u8::from(self.state_directory_writable))),
@@ -418,6 +423,7 @@ mod tests {
             volumes: vec![VolumeSample { view, size: Some(4096), counters }],
             started_at_s: 1,
             findings: 0,
+            service_problems: 0,
             state_directory_writable: false,
             log_lines_dropped: 0,
             orphans: None,

@@ -19,6 +19,7 @@ pub(super) struct Scrape {
     pub(super) volumes: Vec<VolumeSample>,
     pub(super) started_at_s: u64,
     pub(super) findings: usize,
+    pub(super) service_problems: usize,
     /// Whether the state directory took the last record.
     pub(super) state_directory_writable: bool,
     pub(super) log_lines_dropped: u64,
@@ -70,6 +71,7 @@ impl Scrape {
             volumes,
             started_at_s: source.started_at_s,
             findings: executor.findings().len(),
+            service_problems: executor.service_problems().len(),
             state_directory_writable: executor.state_directory_problem().is_none(),
             log_lines_dropped: cleat_telemetry::dropped_lines(),
             orphans: orphans.ok().map(|orphans| orphans.len()),
