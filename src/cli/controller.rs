@@ -15,6 +15,9 @@ Examples:
   Install the custom resource of grants:
     $ cleat controller --print-crd | kubectl apply -f -
 
+  Install service accounts with exactly the rights that are needed:
+    $ cleat controller --print-rights cleat-system | kubectl apply -f -
+
   In a pod with a service account:
     $ cleat controller --listen 0.0.0.0:9810
 
@@ -62,6 +65,9 @@ pub(super) struct Controller {
     /// Print the custom resource definition of grants and exit
     #[arg(long)]
     print_crd: bool,
+    /// Print the rights of the controller and of the nodes in this namespace, with the policy for nodes, and exit
+    #[arg(long, value_name = "NAMESPACE")]
+    print_rights: Option<String>,
     /// The format of the log: auto, human, json, journald
     #[arg(long, value_name = "FORMAT")]
     log_format: Option<Format>,
@@ -77,6 +83,9 @@ pub(super) struct Controller {
 pub(super) fn run(globals: &Globals, args: Controller) -> Result<()> {
     if args.print_crd {
         return output::text(&cleat_kube::crd::yaml());
+    }
+    if let Some(namespace) = args.print_rights {
+        return output::text(&cleat_kube::rights::yaml(&namespace));
     }
     let level = match globals.verbose {
         0 => args.log_level,

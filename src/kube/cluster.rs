@@ -168,7 +168,7 @@ impl<K> Kind<K>
 where
     K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Serialize + 'static,
 {
-    fn new(api: Api<K>, indexes: &'static [Index<K>]) -> Self {
+    pub(crate) fn new(api: Api<K>, indexes: &'static [Index<K>]) -> Self {
         Self { api, mirror: Mirror::new(indexes) }
     }
 

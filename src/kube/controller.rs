@@ -8,11 +8,11 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::random::Random;
 use kube::Client;
 use kube::api::{Api, ListParams};
-use kube::config::{KubeConfigOptions, Kubeconfig};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
-use crate::api::{CALL_TIMEOUT, call, message};
+use crate::api::{call, message};
+use crate::client::connect;
 use crate::cluster::Cluster;
 use crate::config::Config;
 use crate::grant::VolumeGrant;
@@ -69,7 +69,7 @@ pub async fn run_until(
         None => None,
     };
     let served = server.map(|server| tokio::spawn(server.serve(Arc::clone(&metrics), watched)));
-    let client = client(config).await?;
+    let client = connect(config.kubeconfig.as_deref()).await?;
     let namespace = config.namespace.as_deref().unwrap_or(client.default_namespace());
     let leases = Api::namespaced(client.clone(), namespace);
     let mut election = Election::new(leases, &config.lease(), &config.identity, config.election);
@@ -140,33 +140,6 @@ async fn wait_for_definition(client: &Client) -> Result<()> {
             _ => return Err(error),
         }
     }
-}
-
-/// Makes the client of the API server.
-async fn client(config: &Config) -> Result<Client> {
-    let invalid = |what: String, error: kube::Error| {
-        Error::new(ErrorKind::InvalidArgument, what).with_source(error)
-    };
-    let mut settings = match &config.kubeconfig {
-        Some(path) => {
-            let what = || format!("cannot read the kubeconfig {}", path.display());
-            let read =
-                Kubeconfig::read_from(path).map_err(|error| invalid(what(), error.into()))?;
-            let options = KubeConfigOptions::default();
-            kube::Config::from_custom_kubeconfig(read, &options)
-                .await
-                .map_err(|error| invalid(what(), error.into()))?
-        }
-        None => kube::Config::infer().await.map_err(|error| {
-            let what = "cannot find the API server".to_owned();
-            invalid(what, kube::Error::InferConfig(error)).with_repair(
-                "use --kubeconfig, or run the controller in a pod with a service account",
-            )
-        })?,
-    };
-    settings.connect_timeout = Some(CALL_TIMEOUT);
-    Client::try_from(settings)
-        .map_err(|error| invalid("cannot make the client of the API server".to_owned(), error))
 }
 
 /// Returns a future that completes at the first SIGTERM or SIGINT. The signals are handled from now on.

@@ -13,8 +13,13 @@ const MAX_ENTRIES: usize = 5000;
 
 /// Returns the definition as YAML, for `kubectl apply`.
 pub fn yaml() -> String {
+    to_yaml(&definition())
+}
+
+/// Returns an object as YAML.
+pub(crate) fn to_yaml(object: &Value) -> String {
     let mut text = String::new();
-    write_yaml(&definition(), 0, &mut text);
+    write_yaml(object, 0, &mut text);
     text
 }
 

@@ -29,8 +29,14 @@ pub const VOLUME_ANNOTATION: &str = "cleat.csi.storage/volume";
 /// The label with the name of the CSI driver whose volume it is.
 pub const DRIVER_LABEL: &str = "cleat.csi.storage/driver";
 
+/// The prefix of the labels with the names of nodes. The agent of a node selects by its label.
+const NODE_LABELS: &str = "node.cleat.csi.storage/";
+
 /// The maximum length of the readable part of a grant's name.
 const READABLE: usize = 56;
+
+/// The maximum length of the last part of a label's key.
+const MAX_LABEL: usize = 63;
 
 /// A grant: which nodes may use a volume, and what is true on them. Cluster-scoped, one for each volume.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -125,7 +131,19 @@ impl VolumeGrant {
             ..ObjectMeta::default()
         };
         let (api_version, kind) = (api_version(), kind());
-        Self { api_version, kind, metadata, spec, status: Status::default() }
+        let mut grant = Self { api_version, kind, metadata, spec, status: Status::default() };
+        grant.label_nodes();
+        grant
+    }
+
+    /// Labels the object with the nodes that it concerns: holders, and nodes that were fenced.
+    pub(crate) fn label_nodes(&mut self) {
+        let holders = self.spec.holders.iter().map(|holder| &holder.node);
+        let fenced = self.status.grant.fences.iter().map(|fence| &fence.node);
+        let nodes: Vec<String> = holders.chain(fenced).map(|node| node_label(node)).collect();
+        let labels = self.metadata.labels.get_or_insert_default();
+        labels.retain(|key, _| !key.starts_with(NODE_LABELS));
+        labels.extend(nodes.into_iter().map(|key| (key, String::new())));
     }
 
     /// Returns the object as the decisions need it.
@@ -193,6 +211,18 @@ pub fn grant_name(driver: &str, handle: &str) -> String {
     format!("{readable}-{hash}")
 }
 
+/// Returns the key of the label of a node. A name that is too long for it ends with its hash.
+pub fn node_label(node: &str) -> String {
+    const HASH: usize = 16;
+    if node.len() <= MAX_LABEL {
+        return format!("{NODE_LABELS}{node}");
+    }
+    let hash = hmac_sha256::Hash::hash(node.as_bytes());
+    let hash: String = hash[..HASH / 2].iter().map(|byte| format!("{byte:02x}")).collect();
+    let readable: String = node.chars().take(MAX_LABEL - HASH - 1).collect();
+    format!("{NODE_LABELS}{readable}-{hash}")
+}
+
 fn api_version() -> String {
     format!("{GROUP}/{VERSION}")
 }
@@ -217,6 +247,36 @@ mod tests {
         assert!(grant_name("d", "rbd/ceph/volumes//csi-vol-1").starts_with("csi-vol-1-"));
         assert_ne!(grant_name("d", "rbd/a/p//v"), grant_name("d", "rbd/b/p//v"));
         assert_ne!(grant_name("d", "v"), grant_name("e", "v"));
+    }
+
+    #[test]
+    fn a_grant_has_the_labels_of_the_nodes_that_it_concerns() {
+        let long = "n".repeat(200);
+        assert_eq!(node_label("node-a.example"), "node.cleat.csi.storage/node-a.example");
+        assert_eq!(node_label(&long).len(), NODE_LABELS.len() + MAX_LABEL);
+        assert_ne!(node_label(&long), node_label(&"n".repeat(201)));
+        let holder = |node: &str| cleat_grants::object::Holder {
+            node: node.to_owned(),
+            mode: cleat_grants::object::Mode::ReadWrite,
+            generation: Generation(3),
+            revoked: false,
+            since: Time(0),
+            pod_uids: Vec::new(),
+        };
+        let spec = GrantSpec { holders: vec![holder("a")], generation: Generation(3) };
+        let mut grant = VolumeGrant::new("d", "v", spec);
+        let labels = |grant: &VolumeGrant| grant.metadata.labels.clone().unwrap().into_keys();
+        assert!(labels(&grant).eq([DRIVER_LABEL.to_owned(), node_label("a")]));
+        grant.status.grant.fences.push(cleat_grants::object::FenceEntry {
+            node: "a".to_owned(),
+            generation: Generation(3),
+            client: None,
+            proof: String::new(),
+            time: Time(0),
+        });
+        grant.spec.holders = vec![holder("b")];
+        grant.label_nodes();
+        assert!(labels(&grant).eq([DRIVER_LABEL.to_owned(), node_label("a"), node_label("b")]));
     }
 
     #[test]

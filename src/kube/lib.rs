@@ -12,8 +12,10 @@
 //! What must never happen here: a write that is not conditional on the version from which it was decided; a decision
 //! about a volume that is not made by `cleat_grants`; a grant of a volume whose storage cannot cut a client off.
 
+pub mod agent;
 mod api;
 mod attachments;
+mod client;
 mod cluster;
 mod config;
 mod controller;
@@ -27,6 +29,7 @@ mod mirror;
 mod nodes;
 mod persistent_volumes;
 mod queue;
+pub mod rights;
 mod server;
 mod source;
 pub mod storage;

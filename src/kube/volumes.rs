@@ -144,6 +144,7 @@ impl<'a> Volume<'a> {
     ) -> Result<()> {
         let mut object = self.grant(version)?;
         object.spec = spec;
+        object.label_nodes();
         let grants = &self.cluster.grants;
         let parameters = PostParams::default();
         let request = grants.api.replace(self.name, &parameters, &object);

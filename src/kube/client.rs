@@ -1,0 +1,39 @@
+//! The client of the API server, from a kubeconfig file or the service account of the pod.
+
+use std::path::Path;
+
+use cleat_core::error::{Error, ErrorKind, Result};
+use kube::Client;
+use kube::config::{KubeConfigOptions, Kubeconfig};
+
+use crate::api::CALL_TIMEOUT;
+
+/// Makes the client of the API server. Without `kubeconfig`, uses that of the environment or the service account of
+/// the pod. Does not connect.
+///
+/// # Errors
+/// Returns `InvalidArgument` if the file cannot be read, or if there is neither a file nor a service account.
+pub(crate) async fn connect(kubeconfig: Option<&Path>) -> Result<Client> {
+    let invalid = |what: String, error: kube::Error| {
+        Error::new(ErrorKind::InvalidArgument, what).with_source(error)
+    };
+    let mut settings = match kubeconfig {
+        Some(path) => {
+            let what = || format!("cannot read the kubeconfig {}", path.display());
+            let read =
+                Kubeconfig::read_from(path).map_err(|error| invalid(what(), error.into()))?;
+            let options = KubeConfigOptions::default();
+            kube::Config::from_custom_kubeconfig(read, &options)
+                .await
+                .map_err(|error| invalid(what(), error.into()))?
+        }
+        None => kube::Config::infer().await.map_err(|error| {
+            let what = "cannot find the API server".to_owned();
+            invalid(what, kube::Error::InferConfig(error))
+                .with_repair("name a kubeconfig file, or run in a pod with a service account")
+        })?,
+    };
+    settings.connect_timeout = Some(CALL_TIMEOUT);
+    Client::try_from(settings)
+        .map_err(|error| invalid("cannot make the client of the API server".to_owned(), error))
+}
