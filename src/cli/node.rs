@@ -105,5 +105,17 @@ fn csi(
     let driver = Driver::new(csi, node, Arc::clone(executor), config.limits.mappings);
     let driver =
         if controller { driver.with_controller(crate::backends::REGISTRY) } else { driver };
-    Some(Box::pin(driver.serve()))
+    if !config.csi.grants {
+        return Some(Box::pin(driver.serve()));
+    }
+    match crate::agent::with_grants(driver, config, executor) {
+        Ok((driver, work)) => Some(Box::pin(async move {
+            tokio::join!(driver.serve(), work);
+        })),
+        Err(error) => {
+            // Without the agent, volumes would be mapped without grants.
+            tracing::error!("cannot serve CSI: {}", error.report());
+            None
+        }
+    }
 }

@@ -45,6 +45,9 @@ const CREATION: [&str; 11] = [
     "volumeNamePrefix",
 ];
 
+/// The field of the publish context with the generation of the grant.
+const GENERATION: &str = "generation";
+
 /// The attributes of a volume.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Attributes {
@@ -60,6 +63,8 @@ pub(crate) struct Attributes {
     pub(crate) connections: u32,
     pub(crate) block_size: u32,
     pub(crate) check: CheckPolicy,
+    /// The generation of the grant with which the controller has published the volume; 0 without one.
+    pub(crate) generation: u64,
 }
 
 impl Attributes {
@@ -88,7 +93,12 @@ impl Attributes {
     ) -> Result<Self> {
         let mut all = context.clone();
         all.extend(published.clone());
-        Self::parse(&all)
+        let generation = published.get(GENERATION).map(|value| parsed(GENERATION, value));
+        if generation.is_some() {
+            all.remove(GENERATION);
+        }
+        let generation = generation.transpose()?.unwrap_or_default();
+        Ok(Self { generation, ..Self::parse(&all)? })
     }
 
     /// Stores one attribute. Returns whether it is known.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use cleat_backend::Registry;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::policy::Change;
-use cleat_kernel::UnmountScope;
+use cleat_kernel::{Holder, UnmountScope};
 use cleat_node::csi_config::CsiConfig;
 use cleat_node::executor::{Executor, MapSpec};
 use cleat_node::mapping::View;
@@ -17,7 +17,9 @@ use tokio::time::Instant;
 
 use crate::busy::Busy;
 use crate::controller::Controller;
+use crate::grants::Grants;
 use crate::host::{Host, ThisHost, device_at};
+use crate::source::uri_of;
 use crate::volume_id::{PREFIX, mapping_name};
 
 /// The age of a request from which on its volume counts as hung.
@@ -31,6 +33,8 @@ pub struct Driver {
     pub(crate) executor: Arc<Executor>,
     pub(crate) host: Arc<dyn Host>,
     pub(crate) busy: Busy,
+    /// The grants, if volumes need them.
+    pub(crate) grants: Option<Arc<dyn Grants>>,
     /// The Controller service, if this process has it.
     pub(crate) controller: Option<Controller>,
     /// The maximum number of mappings of the daemon.
@@ -41,7 +45,14 @@ impl Driver {
     /// Creates the driver of the node `node`, whose daemon has `executor` and maps at most `limit` volumes.
     pub fn new(config: CsiConfig, node: String, executor: Arc<Executor>, limit: usize) -> Self {
         let (config, host) = (Arc::new(config), Arc::new(ThisHost));
-        Self { config, node, executor, host, busy: Busy::default(), controller: None, limit }
+        let (busy, grants, controller) = (Busy::default(), None, None);
+        Self { config, node, executor, host, busy, grants, controller, limit }
+    }
+
+    /// Requires grants for volumes that several nodes reach.
+    #[must_use]
+    pub fn with_grants(self, grants: Arc<dyn Grants>) -> Self {
+        Self { grants: Some(grants), ..self }
     }
 
     /// Adds the Controller service, for the volumes of the backends in `registry`.
@@ -67,14 +78,48 @@ impl Driver {
         own.map(|mapping| mapping.view()).collect()
     }
 
-    /// Maps a volume and returns its device. An existing mapping keeps its outage policy and its limits, which may
-    /// have been changed since (ControllerModifyVolume, `cleat set`).
-    pub(crate) async fn map(&self, spec: &MapSpec, deadline: Instant) -> Result<Device> {
-        let exists = self.executor.register().get(&spec.name).is_some();
-        let policy = if exists { Change::default() } else { spec.policy };
-        let spec = MapSpec { policy, ..spec.clone() };
-        let view = self.executor.map(&spec, deadline).await?;
-        Device::of(&view)
+    /// Maps a volume. An existing mapping keeps the generation of its grant, its outage policy and its limits, which
+    /// may have been changed since (ControllerModifyVolume, `cleat set`).
+    pub(crate) async fn map(&self, spec: &MapSpec, deadline: Instant) -> Result<View> {
+        let existing = self.executor.register().get(&spec.name);
+        let spec = match existing.map(|mapping| mapping.view().record.grant) {
+            Some(grant) => MapSpec { policy: Change::default(), grant, ..spec.clone() },
+            None => spec.clone(),
+        };
+        self.executor.map(&spec, deadline).await
+    }
+
+    /// Returns the URI of a volume whose id the driver has made, also if it is not mapped, with a Ceph client that the
+    /// node has. Blocks as reading the file of clusters does.
+    ///
+    /// # Errors
+    /// Returns `NotFound` for an id or a cluster that this node does not know.
+    pub fn storage_uri(&self, id: &str) -> Result<String> {
+        uri_of(&self.config, &self.node, id)
+    }
+
+    /// Unmaps a volume that is used by nothing but mounts of its filesystem in this mount namespace.
+    ///
+    /// # Errors
+    /// Returns `InUse` with the other users, and `Aborted` while a call for the volume is in progress.
+    pub async fn unmap_if_unused(&self, id: &str, deadline: Instant) -> Result<()> {
+        let _busy = self.busy.claim(id, "the end of a revoked volume")?;
+        let Some(view) = self.mapped(id, deadline).await? else { return Ok(()) };
+        let mut mounts = Vec::new();
+        if let Some(device) = view.device {
+            for holder in self.executor.holders(device.index, deadline).await? {
+                let Holder::Mount { path, namespace_pid: None, .. } = holder else {
+                    let message = format!("volume {id} is in use: {holder:?}");
+                    return Err(Error::new(ErrorKind::InUse, message)
+                        .with_repair("end the pods of the volume on this node"));
+                };
+                mounts.push(path);
+            }
+        }
+        for path in mounts {
+            self.host.unmount(&path, deadline).await?;
+        }
+        self.unmap(id, deadline).await
     }
 
     /// Returns whether a volume is mapped, or a call that maps it has not ended.
@@ -121,7 +166,10 @@ impl Driver {
 
     /// Unmaps a volume although its backend does not answer, and unmounts it everywhere. Returns what was
     /// done, for the log.
-    pub(crate) async fn unmap_by_force(&self, id: &str, deadline: Instant) -> Result<String> {
+    ///
+    /// # Errors
+    /// Returns `Unavailable` if it is not proved that the storage executes no request any more.
+    pub async fn unmap_by_force(&self, id: &str, deadline: Instant) -> Result<String> {
         let name = mapping_name(id);
         let report = self.executor.force_unmap(&name, UnmountScope::All, deadline).await?;
         let Some(report) = report else { return Ok("it was not mapped".to_owned()) };

@@ -23,6 +23,7 @@ mod capability;
 mod controller;
 mod deadline;
 mod driver;
+mod grants;
 mod group;
 mod health;
 mod host;
@@ -38,5 +39,6 @@ mod status;
 mod volume_id;
 
 pub use driver::Driver;
+pub use grants::{Grants, Kept, Permission};
 pub use source::image_uri;
-pub use volume_id::VolumeId;
+pub use volume_id::{PREFIX, VolumeId, mapping_name};

@@ -11,7 +11,7 @@ use cleat_node::executor::MapSpec;
 use serde::Deserialize;
 
 use crate::attributes::Attributes;
-use crate::node::key::NodeClient;
+use crate::node::key::{self, NodeClient};
 use crate::secrets::Secrets;
 use crate::volume_id::{VolumeId, mapping_name};
 
@@ -114,6 +114,16 @@ pub(crate) fn uses_secrets(id: &str, attributes: &Attributes, secrets: &Secrets)
         ));
     }
     Ok(false)
+}
+
+/// Returns the URI of a volume whose id the driver has made, with the Ceph client of the call that has staged it last
+/// or, if that is unstaged, with the configured one. Blocks as reading the file of clusters does.
+///
+/// # Errors
+/// Fails as [`map_spec`] does.
+pub(crate) fn uri_of(config: &CsiConfig, node: &str, id: &str) -> Result<String> {
+    let client = key::client(id, &Secrets::default(), true)?;
+    uri(config, node, id, &Attributes::default(), client.as_ref())
 }
 
 fn uri(

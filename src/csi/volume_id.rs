@@ -108,10 +108,10 @@ pub(crate) fn checked(id: &str) -> Result<&str> {
 }
 
 /// The beginning of the names of this driver's mappings.
-pub(crate) const PREFIX: &str = "csi-";
+pub const PREFIX: &str = "csi-";
 
 /// Returns the name of the mapping of a volume: readable, and different for different ids.
-pub(crate) fn mapping_name(id: &str) -> String {
+pub fn mapping_name(id: &str) -> String {
     const READABLE: usize = 56;
     let last = id.rsplit('/').find(|part| !part.is_empty()).unwrap_or_default();
     let readable: String = last

@@ -7,10 +7,16 @@ use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use cleat_kube::rights::NODE_ACCOUNT;
+use k8s_openapi::api::core::v1::{Pod, ServiceAccount};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
-use kube::api::{Api, PostParams};
-use serde_json::json;
+use kube::api::{Api, ApiResource, DynamicObject, PostParams};
+use kube::core::GroupVersionKind;
+use serde_json::{Value, json};
 use tonic::codegen::http::Request;
+
+/// The namespace of cleat's pods.
+const NAMESPACE: &str = "cleat-system";
 
 /// The token of an administrator.
 const TOKEN: &str = "administrator";
@@ -18,6 +24,8 @@ const TOKEN: &str = "administrator";
 /// The control plane of this test program. It ends with it: the runner kills what a test has started.
 pub(crate) struct ControlPlane {
     directory: PathBuf,
+    programs: PathBuf,
+    etcd_port: u16,
     url: String,
     _processes: [Child; 2],
 }
@@ -48,55 +56,203 @@ impl ControlPlane {
         fs::write(directory.join("tokens.csv"), token).unwrap();
         let server = start_api_server(&programs.join("kube-apiserver"), &directory, client, api);
         let url = format!("https://127.0.0.1:{api}");
-        let plane = Self { directory, url, _processes: [etcd, server] };
-        plane.write_kubeconfig();
+        let _processes = [etcd, server];
+        let plane = Self { directory, programs, etcd_port: client, url, _processes };
+        write_kubeconfig(&plane.directory, &plane.directory.join("ca.crt"), &plane.url, TOKEN);
         plane.wait_until_ready();
         println!("figures: control plane ready in {:.1} s", started.elapsed().as_secs_f64());
         plane
     }
 
-    fn write_kubeconfig(&self) {
-        let authority = self.directory.join("ca.crt");
-        let config = json!({
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [{
-                "name": "test",
-                "cluster": { "server": self.url, "certificate-authority": authority },
-            }],
-            "users": [{ "name": "administrator", "user": { "token": TOKEN } }],
-            "contexts": [{
-                "name": "test",
-                "context": { "cluster": "test", "user": "administrator", "namespace": "default" },
-            }],
-            "current-context": "test",
+    fn wait_until_ready(&self) {
+        wait_until_ready(&self.kubeconfig(), &self.directory.join("kube-apiserver.log"));
+        let runtime = tokio::runtime::Runtime::new().unwrap();
+        runtime.block_on(async {
+            let client = self.client().await;
+            apply_definition(&client).await;
+            apply_rights(&client).await;
         });
-        fs::write(self.kubeconfig(), config.to_string()).unwrap();
     }
 
-    fn wait_until_ready(&self) {
-        let runtime = tokio::runtime::Runtime::new().unwrap();
-        let client = runtime.block_on(self.client());
-        let ready = || {
-            let request = Request::get("/readyz").body(Vec::new()).unwrap();
-            let answer = runtime.block_on(client.request_text(request));
-            answer.is_ok_and(|text| text == "ok")
-        };
-        let log = self.directory.join("kube-apiserver.log");
-        let deadline = Instant::now() + Duration::from_secs(180);
-        while !ready() {
-            assert!(Instant::now() < deadline, "kube-apiserver is not ready: {}", tail(&log));
-            std::thread::sleep(Duration::from_millis(100));
-        }
-        runtime.block_on(apply_definition(&client));
+    /// Returns the path of a kubeconfig with the rights of the agent on `node`: the token of a pod there.
+    pub(crate) async fn node_kubeconfig(&self, node: &str) -> PathBuf {
+        self.node_kubeconfig_at(node, &self.url).await
+    }
+
+    async fn node_kubeconfig_at(&self, node: &str, url: &str) -> PathBuf {
+        let token = node_token(&self.client().await, NAMESPACE, node).await;
+        let directory = self.directory.join(format!("of-{node}"));
+        fs::create_dir_all(&directory).unwrap();
+        write_kubeconfig(&directory, &self.directory.join("ca.crt"), url, &token)
     }
 
     /// Returns a client with the rights of an administrator.
     pub(crate) async fn client(&self) -> kube::Client {
-        let config = kube::config::Kubeconfig::read_from(self.kubeconfig()).unwrap();
-        let options = kube::config::KubeConfigOptions::default();
-        let config = kube::Config::from_custom_kubeconfig(config, &options).await.unwrap();
-        kube::Client::try_from(config).unwrap()
+        client(&self.kubeconfig()).await
+    }
+
+    /// Returns a client with this token.
+    pub(crate) async fn client_with(&self, token: &str) -> kube::Client {
+        let directory = tempfile::tempdir_in(&self.directory).unwrap();
+        let directory = directory.path();
+        let authority = self.directory.join("ca.crt");
+        client(&write_kubeconfig(directory, &authority, &self.url, token)).await
+    }
+
+    /// Starts another API server of the same cluster, which a test can stop.
+    pub(crate) fn second_server(&self) -> SecondServer {
+        let directory = self.directory.join("second");
+        fs::create_dir_all(&directory).unwrap();
+        for name in ["server.crt", "server.key", "tokens.csv"] {
+            fs::copy(self.directory.join(name), directory.join(name)).unwrap();
+        }
+        let [port] = free_ports();
+        let url = format!("https://127.0.0.1:{port}");
+        write_kubeconfig(&directory, &self.directory.join("ca.crt"), &url, TOKEN);
+        let program = self.programs.join("kube-apiserver");
+        let etcd = self.etcd_port;
+        SecondServer { directory, program, etcd, port, process: None }.restart()
+    }
+}
+
+/// Another API server of the cluster.
+pub(crate) struct SecondServer {
+    directory: PathBuf,
+    program: PathBuf,
+    etcd: u16,
+    port: u16,
+    process: Option<Child>,
+}
+
+impl SecondServer {
+    fn kubeconfig(&self) -> PathBuf {
+        self.directory.join("kubeconfig")
+    }
+
+    /// Returns the path of a kubeconfig for this server with the rights of the agent on `node`.
+    pub(crate) async fn node_kubeconfig(&self, node: &str) -> PathBuf {
+        let url = format!("https://127.0.0.1:{}", self.port);
+        ControlPlane::get().node_kubeconfig_at(node, &url).await
+    }
+
+    /// Kills the process.
+    pub(crate) fn stop(&mut self) {
+        if let Some(mut process) = self.process.take() {
+            process.kill().unwrap();
+            process.wait().unwrap();
+        }
+    }
+
+    /// Starts the process again, and waits until it is ready.
+    pub(crate) fn restart(mut self) -> Self {
+        self.stop();
+        let process = start_api_server(&self.program, &self.directory, self.etcd, self.port);
+        self.process = Some(process);
+        wait_until_ready(&self.kubeconfig(), &self.directory.join("kube-apiserver.log"));
+        self
+    }
+}
+
+impl Drop for SecondServer {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+fn write_kubeconfig(directory: &Path, authority: &Path, url: &str, token: &str) -> PathBuf {
+    let config = json!({
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{
+            "name": "test",
+            "cluster": { "server": url, "certificate-authority": authority },
+        }],
+        "users": [{ "name": "user", "user": { "token": token } }],
+        "contexts": [{
+            "name": "test",
+            "context": { "cluster": "test", "user": "user", "namespace": "default" },
+        }],
+        "current-context": "test",
+    });
+    let path = directory.join("kubeconfig");
+    fs::write(&path, config.to_string()).unwrap();
+    path
+}
+
+/// Installs the service accounts, roles and the policy for nodes.
+async fn apply_rights(client: &kube::Client) {
+    let namespace = json!({
+        "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": NAMESPACE },
+    });
+    create(client, std::iter::once(namespace).chain(cleat_kube::rights::objects(NAMESPACE))).await;
+}
+
+/// Creates objects of any kind.
+pub(crate) async fn create(client: &kube::Client, objects: impl IntoIterator<Item = Value>) {
+    for object in objects {
+        let object: DynamicObject = serde_json::from_value(object).unwrap();
+        let types = object.types.clone().unwrap();
+        let (group, version) = types.api_version.rsplit_once('/').unwrap_or(("", "v1"));
+        let plural = match types.kind.as_str() {
+            "ValidatingAdmissionPolicy" => "validatingadmissionpolicies".to_owned(),
+            kind => format!("{}s", kind.to_lowercase()),
+        };
+        let kind = GroupVersionKind::gvk(group, version, &types.kind);
+        let resource = ApiResource::from_gvk_with_plural(&kind, &plural);
+        let api: Api<DynamicObject> = match &object.metadata.namespace {
+            Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
+            None => Api::all_with(client.clone(), &resource),
+        };
+        api.create(&PostParams::default(), &object).await.unwrap();
+    }
+}
+
+/// Makes a pod of the agent on `node`, and returns its token.
+pub(crate) async fn node_token(client: &kube::Client, namespace: &str, node: &str) -> String {
+    let name = format!("cleat-{node}");
+    let pod = serde_json::from_value(json!({
+        "metadata": { "name": name },
+        "spec": {
+            "nodeName": node,
+            "serviceAccountName": NODE_ACCOUNT,
+            "containers": [{ "name": "node", "image": "cleat" }],
+        },
+    }));
+    let pods: Api<Pod> = Api::namespaced(client.clone(), namespace);
+    pods.create(&PostParams::default(), &pod.unwrap()).await.unwrap();
+    let request = serde_json::from_value(json!({
+        "metadata": {},
+        "spec": {
+            "audiences": [],
+            "boundObjectRef": { "kind": "Pod", "apiVersion": "v1", "name": name },
+        },
+    }));
+    let accounts: Api<ServiceAccount> = Api::namespaced(client.clone(), namespace);
+    let parameters = PostParams::default();
+    let answer =
+        accounts.create_token_request(NODE_ACCOUNT, &parameters, &request.unwrap()).await.unwrap();
+    answer.status.unwrap().token.unwrap()
+}
+
+async fn client(kubeconfig: &Path) -> kube::Client {
+    let config = kube::config::Kubeconfig::read_from(kubeconfig).unwrap();
+    let options = kube::config::KubeConfigOptions::default();
+    let config = kube::Config::from_custom_kubeconfig(config, &options).await.unwrap();
+    kube::Client::try_from(config).unwrap()
+}
+
+fn wait_until_ready(kubeconfig: &Path, log: &Path) {
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let client = runtime.block_on(client(kubeconfig));
+    let ready = || {
+        let request = Request::get("/readyz").body(Vec::new()).unwrap();
+        let answer = runtime.block_on(client.request_text(request));
+        answer.is_ok_and(|text| text == "ok")
+    };
+    let deadline = Instant::now() + Duration::from_secs(180);
+    while !ready() {
+        assert!(Instant::now() < deadline, "kube-apiserver is not ready: {}", tail(log));
+        std::thread::sleep(Duration::from_millis(100));
     }
 }
 

@@ -2,8 +2,8 @@
 //! all tests of this target. Each test has a CSI driver of its own, so that tests run in parallel.
 //!
 //! A test `row_NN_…` is about that row of the behaviours of Kubernetes' attach/detach controller and
-//! external-attacher: docs/controller.md lists them. The agents of nodes are played by the tests, and the storage
-//! keeps the records in memory.
+//! external-attacher: docs/controller.md lists them. In most tests the storage keeps the records in memory, and the
+//! tests play the agents of nodes; `agent` has real agents, and images of a real Ceph cluster.
 
 #![allow(
     clippy::disallowed_methods,
@@ -12,6 +12,7 @@
     reason = "a test fails by panicking, prints figures, and waits in real time"
 )]
 
+mod agent;
 mod attach;
 mod control_plane;
 mod definition;
@@ -19,5 +20,7 @@ mod deploy;
 mod detach;
 mod fixture;
 mod leader;
+mod node;
 mod rbd;
+mod rights;
 mod storage;

@@ -19,7 +19,7 @@ use test_kit::ceph::{POOL, shared};
 use crate::fixture::{World, eventually, run};
 
 /// The file of clusters, with the test cluster as `ceph`.
-fn clusters() -> PathBuf {
+pub(crate) fn clusters() -> PathBuf {
     static FILE: OnceLock<PathBuf> = OnceLock::new();
     let make = || {
         let conf = std::fs::read_to_string(shared().conf()).unwrap();
@@ -48,7 +48,7 @@ pub(crate) fn volumes() -> Volumes {
 }
 
 /// Creates an image, and returns its CSI volume handle.
-fn create(name: &str) -> String {
+pub(crate) fn create(name: &str) -> String {
     let config = Config {
         conf: Some(shared().conf()),
         id: Some("admin".to_owned()),

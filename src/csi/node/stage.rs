@@ -6,11 +6,14 @@ use std::time::Duration;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_filesystem::bounded;
+use cleat_node::executor::MapSpec;
+use cleat_node::mapping::View;
 use tokio::time::Instant;
 
 use super::{Wanted, key};
 use crate::capability::Access;
 use crate::driver::{Device, Driver};
+use crate::grants::Permission;
 use crate::host::{Content, Kind, NewMount};
 use crate::source;
 
@@ -19,6 +22,9 @@ const DEFAULT_KIND: Kind = Kind::Ext4;
 
 /// The part of an unstage's time that a plain unmount may take. The rest is for the forced one.
 const PLAIN_PART: f64 = 0.6;
+
+/// How long a call waits until the storage has no claim on an unmapped volume.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The timeout for removing a stale mount.
 const STALE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -30,14 +36,19 @@ pub(crate) async fn stage(
     staging: &Path,
     deadline: Instant,
 ) -> Result<()> {
-    let device = map(driver, wanted, deadline).await.inspect_err(|_| {
-        if !driver.is_mapped(&wanted.id) {
-            key::forget(&wanted.id);
+    let view = match map(driver, wanted, deadline).await {
+        Ok(view) => view,
+        Err(error) => {
+            if !driver.is_mapped(&wanted.id) {
+                forget_key(driver, &wanted.id, deadline).await;
+            }
+            return Err(error);
         }
-    })?;
+    };
     match &wanted.capability.access {
         Access::Block => Ok(()),
         Access::Filesystem { kind, options, .. } => {
+            let device = Device::of(&view)?;
             let read_only = wanted.capability.read_only;
             let filesystem = Wish { kind: *kind, options, read_only };
             stage_filesystem(driver, wanted, &device, &filesystem, staging, deadline).await
@@ -45,9 +56,26 @@ pub(crate) async fn stage(
     }
 }
 
-/// Maps the volume, as the client that the secrets name.
-async fn map(driver: &Driver, wanted: &Wanted, deadline: Instant) -> Result<Device> {
+/// Removes the client of a volume that is not mapped. With grants, the agent still needs it to find out whether the
+/// claim is released.
+async fn forget_key(driver: &Driver, id: &str, deadline: Instant) {
+    let until = deadline.min(Instant::now() + RELEASE_TIMEOUT);
+    let is_released = match &driver.grants {
+        Some(grants) => grants.released(id, until).await,
+        None => true,
+    };
+    if is_released {
+        key::forget(id);
+    }
+}
+
+/// Maps the volume with its grant, as the client that the secrets name.
+async fn map(driver: &Driver, wanted: &Wanted, deadline: Instant) -> Result<View> {
     let read_only = wanted.capability.read_only;
+    let permission = match &driver.grants {
+        Some(grants) => grants.admit(&wanted.id, deadline).await?,
+        None => without_grants(driver, wanted)?,
+    };
     let (this, volume) = (driver.clone(), wanted.clone());
     let find = move || {
         let (id, attributes) = (&volume.id, &volume.attributes);
@@ -59,7 +87,26 @@ async fn map(driver: &Driver, wanted: &Wanted, deadline: Instant) -> Result<Devi
         source::map_spec(&this.config, &this.node, id, attributes, client.as_ref(), read_only)
     };
     let spec = bounded("find", Path::new(&wanted.id), deadline, find).await?;
+    let spec = MapSpec { grant: permission.generation, ..spec };
     driver.map(&spec, deadline).await
+}
+
+/// Returns the permission of a node that does not use grants.
+///
+/// # Errors
+/// Returns `Unsupported` if the controller has granted the volume, and it is not mapped yet: a claim without the
+/// generation could not be fenced.
+fn without_grants(driver: &Driver, wanted: &Wanted) -> Result<Permission> {
+    let generation = wanted.attributes.generation;
+    if generation == 0 || driver.is_mapped(&wanted.id) {
+        return Ok(Permission::default());
+    }
+    let message = format!(
+        "volume {} is granted to this node (generation {generation}), and csi.grants is false",
+        wanted.id
+    );
+    let repair = "set csi.grants = true in the configuration of the daemon, and restart it";
+    Err(Error::new(ErrorKind::Unsupported, message).with_repair(repair))
 }
 
 /// The filesystem that a caller wants.
@@ -205,7 +252,7 @@ pub(crate) async fn unstage(
     deadline: Instant,
 ) -> Result<()> {
     end_use(driver, id, staging, deadline).await?;
-    key::forget(id);
+    forget_key(driver, id, deadline).await;
     Ok(())
 }
 
