@@ -26,6 +26,10 @@ const WORKERS: usize = 8;
 /// The time between two attempts to read what the node remembers, or the kubeconfig.
 const RETRY: Duration = Duration::from_secs(5);
 
+/// The time between two attempts to release the claim of a client that is not proved to have ended. Ceph needs 30 s to
+/// notice the end of a client.
+const IN_USE_RETRY: Duration = Duration::from_secs(10);
+
 /// The time between two attempts to reach an API server that does not answer.
 const OUTAGE_RETRY: Duration = Duration::from_secs(2);
 
@@ -160,7 +164,10 @@ impl Shared {
             Err(error) if error.kind() == ErrorKind::Aborted => Next::Failed(CONFLICT),
             Err(error) => {
                 self.note(&name, Some(error));
-                Next::Failed(FAILED)
+                match error.kind() {
+                    ErrorKind::InUse => Next::After(IN_USE_RETRY),
+                    _ => Next::Failed(FAILED),
+                }
             }
         };
         self.changes.send_replace(());
