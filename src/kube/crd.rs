@@ -212,12 +212,12 @@ mod tests {
     use super::*;
 
     const COMMITTED: &str =
-        concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/crd/volumegrants.yaml");
+        concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/base/volumegrants.yaml");
 
     #[test]
     fn the_committed_definition_is_the_one_of_the_code() {
         let committed = std::fs::read_to_string(COMMITTED).unwrap_or_default();
-        let repair = "run: cleat controller --print-crd > deploy/crd/volumegrants.yaml";
+        let repair = "run: cleat controller --print-crd > deploy/base/volumegrants.yaml";
         assert!(committed == yaml(), "{COMMITTED} differs; {repair}");
     }
 

@@ -155,12 +155,12 @@ fn object(api: &str, kind: &str, name: &str, namespace: Option<&str>, body: Valu
 mod tests {
     use super::*;
 
-    const COMMITTED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/rights.yaml");
+    const COMMITTED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/base/rights.yaml");
 
     #[test]
     fn the_committed_rights_are_those_of_the_code() {
         let committed = std::fs::read_to_string(COMMITTED).unwrap_or_default();
-        let repair = "run: cleat controller --print-rights cleat-system > deploy/rights.yaml";
+        let repair = "run: cleat controller --print-rights cleat-system > deploy/base/rights.yaml";
         assert!(committed == yaml("cleat-system"), "{COMMITTED} differs; {repair}");
     }
 

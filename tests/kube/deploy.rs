@@ -13,14 +13,19 @@ use crate::fixture::{World, run};
 const BASE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/base");
 
 /// The kinds in `deploy/base` that are not in a namespace.
-const CLUSTER_KINDS: [&str; 6] = [
+const CLUSTER_KINDS: [&str; 8] = [
     "Namespace",
     "CustomResourceDefinition",
     "CSIDriver",
     "StorageClass",
     "ClusterRole",
     "ClusterRoleBinding",
+    "ValidatingAdmissionPolicy",
+    "ValidatingAdmissionPolicyBinding",
 ];
+
+/// The kinds that make pods.
+const POD_KINDS: [&str; 2] = ["DaemonSet", "Deployment"];
 
 /// Returns the YAML documents of a file.
 fn documents(path: &Path) -> Vec<Value> {
@@ -37,6 +42,10 @@ fn objects() -> Vec<Value> {
     };
     let namespace = &kustomization["namespace"];
     let resources = kustomization["resources"].as_array().unwrap();
+    for file in resources {
+        // kubectl refuses a file outside the directory of the kustomization.
+        assert!(!file.as_str().unwrap().contains('/'), "{file}");
+    }
     let mut objects: Vec<Value> =
         resources.iter().flat_map(|file| documents(&base.join(file.as_str().unwrap()))).collect();
     for map in kustomization["configMapGenerator"].as_array().unwrap() {
@@ -76,7 +85,9 @@ async fn apply(client: &Client, object: &Value) -> Result<DynamicObject, kube::E
 fn the_api_server_accepts_every_object_and_an_unchanged_one_is_not_written_again() {
     run(async |world: World| {
         let objects = objects();
-        for kind in ["Namespace", "CSIDriver", "StorageClass", "DaemonSet", "ConfigMap"] {
+        for kind in
+            ["Namespace", "CSIDriver", "StorageClass", "DaemonSet", "Deployment", "ConfigMap"]
+        {
             assert!(objects.iter().any(|object| object["kind"] == kind), "no {kind}");
         }
         let mut versions = Vec::new();
@@ -98,23 +109,27 @@ fn the_api_server_accepts_every_object_and_an_unchanged_one_is_not_written_again
 }
 
 #[test]
-fn each_name_that_an_object_refers_to_exists() {
+fn each_object_exists_once_and_so_does_each_name_that_one_refers_to() {
     let objects = objects();
+    let mut known = std::collections::BTreeSet::new();
+    for object in &objects {
+        let name = (object["kind"].to_string(), object["metadata"]["name"].to_string());
+        assert!(known.insert(name.clone()), "there are two of {name:?}");
+    }
     let exists = |kind: &str, name: &Value| {
         let found = |object: &&Value| object["kind"] == kind && &object["metadata"]["name"] == name;
         assert!(objects.iter().any(|object| found(&object)), "no {kind} {name}");
     };
     let of_kind = |kind: &'static str| objects.iter().filter(move |object| object["kind"] == kind);
-    for set in of_kind("DaemonSet") {
+    for set in POD_KINDS.into_iter().flat_map(of_kind) {
         let pod = &set["spec"]["template"]["spec"];
         exists("ServiceAccount", &pod["serviceAccountName"]);
         let volumes = pod["volumes"].as_array().unwrap();
         for volume in volumes.iter().filter(|volume| volume["configMap"].is_object()) {
             exists("ConfigMap", &volume["configMap"]["name"]);
         }
-        for container in
-            ["containers", "initContainers"].iter().flat_map(|list| pod[list].as_array().unwrap())
-        {
+        let lists = ["containers", "initContainers"].iter().filter_map(|list| pod[list].as_array());
+        for container in lists.flatten() {
             for mount in container["volumeMounts"].as_array().unwrap() {
                 let known = volumes.iter().any(|volume| volume["name"] == mount["name"]);
                 assert!(known, "no volume {}", mount["name"]);
@@ -129,6 +144,9 @@ fn each_name_that_an_object_refers_to_exists() {
                 assert_eq!(subject["namespace"], "cleat-system");
             }
         }
+    }
+    for bound in of_kind("ValidatingAdmissionPolicyBinding") {
+        exists("ValidatingAdmissionPolicy", &bound["spec"]["policyName"]);
     }
     let driver = of_kind("CSIDriver").next().unwrap();
     for class in of_kind("StorageClass") {
@@ -154,4 +172,57 @@ fn the_configuration_is_valid_and_fits_the_pod() {
     let directory = find("StorageClass")["parameters"]["directory"].as_str().unwrap();
     let path = config.csi.directories[directory].to_str().unwrap();
     assert!(text.contains(&format!("{path:?}")), "the pod makes {path}");
+}
+
+/// Returns the pod of the controller.
+fn controller(objects: &[Value]) -> Value {
+    let deployment = objects.iter().find(|object| object["kind"] == "Deployment").unwrap();
+    assert_eq!(deployment["spec"]["replicas"], 2);
+    deployment["spec"]["template"]["spec"].clone()
+}
+
+/// A node that maps with grants only needs a controller that attaches, and both need the same clusters.
+#[test]
+fn the_nodes_use_grants_and_the_controller_gives_them() {
+    let objects = objects();
+    let config = Config::load(Some(&Path::new(BASE).join("cleat.toml"))).unwrap();
+    let driver = objects.iter().find(|object| object["kind"] == "CSIDriver").unwrap();
+    assert!(config.csi.grants);
+    assert_eq!(driver["spec"]["attachRequired"], true);
+    let pod = controller(&objects);
+    assert_eq!(pod["serviceAccountName"], cleat_kube::rights::CONTROLLER_ACCOUNT);
+    let node = objects.iter().find(|object| object["kind"] == "DaemonSet").unwrap();
+    let node = &node["spec"]["template"]["spec"];
+    assert_eq!(node["serviceAccountName"], cleat_kube::rights::NODE_ACCOUNT);
+    // Both read the same file of clusters from the same Secret.
+    let arguments = pod["containers"][0]["args"].as_array().unwrap();
+    let clusters = arguments.iter().position(|argument| argument == "--clusters").unwrap();
+    assert_eq!(arguments[clusters + 1], config.csi.clusters.to_str().unwrap());
+    let directory = config.csi.clusters.parent().unwrap().to_str().unwrap();
+    for pod in [&pod, node] {
+        let mounts = pod["containers"][0]["volumeMounts"].as_array().unwrap();
+        let mount = mounts.iter().find(|mount| mount["mountPath"] == directory).unwrap();
+        let volumes = pod["volumes"].as_array().unwrap();
+        let volume = volumes.iter().find(|volume| volume["name"] == mount["name"]).unwrap();
+        assert_eq!(volume["secret"]["secretName"], "cleat-ceph");
+    }
+}
+
+/// The program accepts the arguments, and the probes ask the address that it serves.
+#[test]
+fn the_controller_starts_with_its_arguments() {
+    let pod = controller(&objects());
+    let container = &pod["containers"][0];
+    let arguments = container["args"].as_array().unwrap();
+    let arguments: Vec<&str> = arguments.iter().map(|text| text.as_str().unwrap()).collect();
+    let mut command = std::process::Command::new(test_kit::binary::cleat());
+    let output = command.args(&arguments).arg("--print-crd").output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let port = &container["ports"][0];
+    let listen = arguments.iter().position(|argument| *argument == "--listen").unwrap();
+    assert_eq!(arguments[listen + 1], format!("0.0.0.0:{}", port["containerPort"]));
+    for (probe, path) in [("livenessProbe", "/healthz"), ("readinessProbe", "/readyz")] {
+        let probe = &container[probe]["httpGet"];
+        assert_eq!((&probe["port"], probe["path"].as_str().unwrap()), (&port["name"], path));
+    }
 }

@@ -1,5 +1,5 @@
 //! The policy for nodes: a node changes nothing but its own entry in the status of a grant, whatever else its role
-//! permits. The agents of the other tests have exactly the rights of `deploy/rights.yaml`.
+//! permits. The agents of the other tests have exactly the rights of `deploy/base/rights.yaml`.
 
 use cleat_grants::object::{FenceEntry, Generation, GrantSpec, Holder, Mode, NodeEntry, Time};
 use cleat_kube::grant::{VolumeGrant, Waiting};
