@@ -2,7 +2,7 @@
 //! have changed.
 
 use cleat_object::codec::{
-    Checkpoint, Claim, Description, Identity, Index, Leaf, LogObject, Slot, Usage,
+    Checkpoint, Claim, Description, Identity, Index, Leaf, LogObject, Release, Slot, Usage,
 };
 use cleat_object::name::{Name, VolumeId};
 
@@ -29,6 +29,9 @@ fn decode(identity: Identity, bytes: &[u8]) {
     let same = |encoded: Vec<u8>| assert_eq!(encoded, bytes);
     if let Ok(claim) = Claim::decode(identity, bytes) {
         same(claim.encode());
+    }
+    if let Ok(release) = Release::decode(identity, bytes) {
+        same(release.encode());
     }
     if let Ok(description) = Description::decode(bytes) {
         same(description.encode());

@@ -50,6 +50,12 @@ pub const PREFIX_BYTES: usize = 72;
 /// The maximum length of a header in bytes.
 pub const MAX_HEADER_BYTES: usize = 8 << 20;
 
+/// The maximum number of pages of the map: a checkpoint names the pages of the index.
+pub const MAX_MAP_PAGES: u64 = checkpoint::MAX_PAGES as u64 * MAX_CHILDREN as u64;
+
+/// The maximum length of the text in a claim, in bytes.
+pub const MAX_OWNER_BYTES: usize = 64 << 10;
+
 const MAGIC: [u8; 8] = *b"cleatvol";
 const VERSION: u8 = 1;
 const CHECKSUM_AT: usize = 68;
@@ -73,10 +79,12 @@ pub enum Kind {
     Checkpoint,
     /// The description of the volume.
     Description,
+    /// The end of an epoch's use by its claimant.
+    Release,
 }
 
 impl Kind {
-    const ALL: [(Self, u8); 8] = [
+    const ALL: [(Self, u8); 9] = [
         (Self::Claim, 1),
         (Self::Log, 2),
         (Self::Seal, 3),
@@ -85,6 +93,7 @@ impl Kind {
         (Self::Usage, 6),
         (Self::Checkpoint, 7),
         (Self::Description, 8),
+        (Self::Release, 9),
     ];
 
     fn from_byte(byte: u8) -> Option<Self> {
@@ -101,6 +110,7 @@ impl Kind {
             Self::Usage => 6,
             Self::Checkpoint => 7,
             Self::Description => 8,
+            Self::Release => 9,
         }
     }
 }
@@ -112,7 +122,7 @@ pub struct Identity {
     pub volume: VolumeId,
     /// The epoch in the name.
     pub epoch: u64,
-    /// The slot or number in the name; 0 for a claim. Epoch and number are 0 for a description.
+    /// The slot or number in the name; 0 for a claim and a release. Epoch and number are 0 for a description.
     pub number: u64,
 }
 
@@ -123,15 +133,15 @@ pub struct Claim {
     pub identity: Identity,
     /// The nonce of the opener.
     pub nonce: Nonce,
-    /// The node of the opener, for people: at most [`MAX_NAME_BYTES`] bytes.
-    pub node: String,
+    /// Who has opened the volume, as a text of the embedder: at most [`MAX_OWNER_BYTES`] bytes.
+    pub owner: String,
 }
 
 impl Claim {
     /// Returns the object's bytes.
     pub fn encode(&self) -> Vec<u8> {
         let mut body = Writer::default();
-        body.text(&self.node);
+        body.long_text(&self.owner);
         seal(Kind::Claim, self.identity, self.nonce, body)
     }
 
@@ -141,10 +151,37 @@ impl Claim {
     /// Returns an error if the bytes are not those of a claim with that name.
     pub fn decode(identity: Identity, bytes: &[u8]) -> Result<Self, Damage> {
         let (nonce, mut body) = open(Kind::Claim, identity, bytes)?;
-        let node = body.text()?;
+        let owner = body.long_text(MAX_OWNER_BYTES)?;
         body.end()?;
         exact(bytes)?;
-        Ok(Self { identity, nonce, node })
+        Ok(Self { identity, nonce, owner })
+    }
+}
+
+/// The statement of an opener that it has stopped: it writes and acknowledges nothing more in its epoch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Release {
+    /// Where the object belongs.
+    pub identity: Identity,
+    /// The nonce of the opener.
+    pub nonce: Nonce,
+}
+
+impl Release {
+    /// Returns the object's bytes.
+    pub fn encode(&self) -> Vec<u8> {
+        seal(Kind::Release, self.identity, self.nonce, Writer::default())
+    }
+
+    /// Decodes the object that was read under the name of `identity`.
+    ///
+    /// # Errors
+    /// Returns an error if the bytes are not those of a release with that name.
+    pub fn decode(identity: Identity, bytes: &[u8]) -> Result<Self, Damage> {
+        let (nonce, body) = open(Kind::Release, identity, bytes)?;
+        body.end()?;
+        exact(bytes)?;
+        Ok(Self { identity, nonce })
     }
 }
 

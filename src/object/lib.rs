@@ -1,12 +1,13 @@
 //! Volumes on an object store: the format and its codec, the log of an open volume, and a store in a local
-//! directory. The crate has no runtime and no clock; only [`store::directory`] does I/O and has threads.
+//! directory. The crate has no runtime and no clock; only [`store::directory`] does I/O, on the threads of
+//! [`store::pool`].
 //!
 //! - Input: reads, writes and flushes of one volume; the objects and names that a [`store::Store`] returns.
 //! - Output: objects under names that are free.
 //!
 //! The text below defines the objects and the protocol between writers. `model` enumerates the protocol's states
-//! at small scope in a test; `simulation` runs the code with several writers on a faulty store. Nothing uses
-//! this crate yet; it becomes a backend beside `cleat-rbd`.
+//! at small scope in a test; `simulation` runs the code with several writers on a faulty store. The crate
+//! `cleat-object-backend` makes a backend of it.
 //!
 //! The following never happens here: a decision by time; memory allocated for a count or length that was not
 //! compared with the bytes that follow it; a field of an object, other than its kind and length, used before the

@@ -39,6 +39,8 @@ pub enum Name {
     Description,
     /// The claim of an epoch.
     Claim(u64),
+    /// The statement of an epoch's claimant that it has stopped.
+    Release(u64),
     /// A slot of the log: a log object or a seal.
     Slot(Position),
     /// A page of the map, of its index or of the usage, by the epoch of its writer and a number.
@@ -77,6 +79,7 @@ impl Name {
         Some(match (kind, second) {
             ("desc", None) if first.is_none() => Self::Description,
             ("epoch", None) => Self::Claim(number(first?)?),
+            ("free", None) => Self::Release(number(first?)?),
             ("log", _) => pair().map(|(epoch, slot)| Self::Slot(Position { epoch, slot }))?,
             ("page", _) => pair().map(|(epoch, number)| Self::Page { epoch, number })?,
             ("ckpt", _) => {
@@ -98,6 +101,7 @@ impl fmt::Display for Name {
         match self {
             Self::Description => f.write_str("desc"),
             Self::Claim(epoch) => write!(f, "epoch/{epoch:016x}"),
+            Self::Release(epoch) => write!(f, "free/{epoch:016x}"),
             Self::Slot(at) => write!(f, "log/{:016x}/{:016x}", at.epoch, at.slot),
             Self::Page { epoch, number } => write!(f, "page/{epoch:016x}/{number:016x}"),
             Self::Checkpoint(at) => write!(f, "ckpt/{:016x}/{:016x}", at.epoch, at.slot),
@@ -152,6 +156,7 @@ mod tests {
         prop_oneof![
             Just(Name::Description),
             any::<u64>().prop_map(Name::Claim),
+            any::<u64>().prop_map(Name::Release),
             position.clone().prop_map(Name::Slot),
             any::<(u64, u64)>().prop_map(|(epoch, number)| Name::Page { epoch, number }),
             position.prop_map(Name::Checkpoint),

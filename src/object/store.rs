@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::pin::Pin;
 
 pub mod directory;
+pub mod pool;
 
 /// An operation in progress.
 pub type Pending<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;

@@ -9,12 +9,12 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 
-use crate::codec::Description;
+use crate::codec::{Description, MAX_OWNER_BYTES};
 use crate::name::{Name, Nonce, Position, VolumeId};
 use crate::rules::{Rule, without};
 use crate::store::directory::Directory;
 use crate::store::{Pending, Store, StoreError};
-use crate::volume::{Config, Failure, Volume, race};
+use crate::volume::{Config, Failure, Newest, Place, Volume, race};
 
 /// A store in memory that counts its operations.
 #[derive(Default)]
@@ -140,7 +140,7 @@ async fn byte_at(volume: &Volume, offset: u64) -> Result<u8, Failure> {
 #[test]
 fn a_volume_in_a_directory_is_taken_over_with_what_was_flushed() {
     let directory = tempfile::tempdir().unwrap();
-    let store: Arc<dyn Store> = Arc::new(Directory::open(directory.path()).unwrap());
+    let store: Arc<dyn Store> = Arc::new(Directory::open(directory.path(), 1).unwrap());
     create(&store, 8 << 20);
     let first = open(&store, 10, Config::default()).unwrap();
     with_volume(&first, async {
@@ -152,7 +152,7 @@ fn a_volume_in_a_directory_is_taken_over_with_what_was_flushed() {
     })
     .unwrap();
     // Another process opens the same directory.
-    let store: Arc<dyn Store> = Arc::new(Directory::open(directory.path()).unwrap());
+    let store: Arc<dyn Store> = Arc::new(Directory::open(directory.path(), 2).unwrap());
     let second = open(&store, 11, Config::default()).unwrap();
     with_volume(&second, async {
         for (offset, byte) in [(0, 0), (4096, 2), (8192, 0), (5 << 20, 0)] {
@@ -169,7 +169,7 @@ fn a_volume_in_a_directory_is_taken_over_with_what_was_flushed() {
 #[test]
 fn a_directory_creates_each_object_once_and_lists_in_order() {
     let directory = tempfile::tempdir().unwrap();
-    let store = Directory::open(directory.path()).unwrap();
+    let store = Directory::open(directory.path(), 1).unwrap();
     let names = ["log/1/1", "log/1/2", "log/2/1", "page/1/1"];
     for name in names {
         assert_eq!(block_on(store.create(name, b"0123456789")), Ok(()));
@@ -307,4 +307,153 @@ fn a_take_over_needs_a_fixed_number_of_requests_and_one_for_each_slot() {
     assert!(few <= 16, "{few} requests");
     // In tests an opener already seals slots ahead after 3 slots: up to two more requests each time.
     assert!(many <= few + 2 * 41, "{many} requests after 41 slots, {few} after one");
+}
+
+#[test]
+fn a_volume_grows_and_keeps_its_size_after_a_crash_and_a_checkpoint() {
+    let store: Arc<dyn Store> = Arc::new(Memory::default());
+    create(&store, 1 << 20);
+    let first = open(&store, 1, Config::default()).unwrap();
+    with_volume(&first, async {
+        first.grow(3 << 20).await?;
+        put(&first, (3 << 20) - 512, 7).await
+    })
+    .unwrap();
+    for size in [1 << 20, (3 << 20) + 1] {
+        let refused = with_volume(&first, async { first.grow(size).await });
+        assert!(matches!(refused, Err(Failure::Invalid(_))), "{refused:?}");
+    }
+    let second = open(&store, 2, Config::default()).unwrap();
+    assert_eq!(second.size(), 3 << 20);
+    with_volume(&second, async {
+        second.request_checkpoint();
+        put(&second, 0, 1).await?;
+        while second.status().checkpoints == 0 {
+            second.flush().await?;
+            yield_once().await;
+        }
+        second.grow(4 << 20).await?;
+        put(&second, (4 << 20) - 512, 9).await
+    })
+    .unwrap();
+    let third = open(&store, 3, Config::default()).unwrap();
+    assert_eq!(third.size(), 4 << 20);
+    for (offset, byte) in [(0, 1), ((3 << 20) - 512, 7), (3 << 20, 0), ((4 << 20) - 512, 9)] {
+        let found = with_volume(&third, async { byte_at(&third, offset).await });
+        assert_eq!(found, Ok(byte), "at {offset}");
+    }
+}
+
+/// Lets the work in the background take a step.
+async fn yield_once() {
+    let mut is_second = false;
+    std::future::poll_fn(|context| {
+        context.waker().wake_by_ref();
+        if std::mem::replace(&mut is_second, true) { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+}
+
+#[test]
+fn nothing_is_put_while_the_work_in_the_background_is_paused() {
+    let memory = Arc::new(Memory::default());
+    let store: Arc<dyn Store> = Arc::<Memory>::clone(&memory);
+    create(&store, 1 << 20);
+    let volume = open(&store, 1, Config::default()).unwrap();
+    with_volume(&volume, async {
+        put(&volume, 0, 1).await?;
+        volume.pause().await?;
+        let before = memory.count();
+        volume.request_checkpoint();
+        for _ in 0..100 {
+            yield_once().await;
+        }
+        assert_eq!((memory.count(), volume.status().checkpoints), (before, 0));
+        volume.resume();
+        while volume.status().checkpoints == 0 {
+            yield_once().await;
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn extents_are_the_same_in_the_tail_and_in_the_map() {
+    let store: Arc<dyn Store> = Arc::new(Memory::default());
+    create(&store, 4 << 20);
+    let volume = open(&store, 1, Config::default()).unwrap();
+    let expected = vec![
+        (0..4096, false),
+        (4096..8192, true),
+        (8192..8704, false),
+        (8704..(1 << 20) + 512, true),
+        ((1 << 20) + 512..4 << 20, false),
+    ];
+    let data = vec![1; (1 << 20) - 4096 + 512];
+    block_on(volume.write(4096, &data)).unwrap();
+    block_on(volume.trim(8192, 512)).unwrap();
+    assert_eq!(block_on(volume.extents(0..4 << 20, 10)), Ok(expected.clone()));
+    with_volume(&volume, async {
+        volume.flush().await?;
+        while volume.status().tail_bytes > 0 {
+            yield_once().await;
+        }
+        assert_eq!(volume.extents(0..4 << 20, 10).await?, expected);
+        assert_eq!(volume.extents(0..4 << 20, 3).await?, expected[..3]);
+        assert_eq!(volume.extents(512..1024, 3).await?, vec![(512..1024, false)]);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn claims_are_made_once_and_released_by_their_owner_only() {
+    let store: Arc<dyn Store> = Arc::new(Memory::default());
+    create(&store, 1 << 20);
+    let place = |nonce: u8| block_on(Place::find(Arc::clone(&store), Nonce([nonce; 16]))).unwrap();
+    let (one, other) = (place(1), place(2));
+    let newest = |epoch, owner: Option<&str>, is_released| {
+        Ok(Newest { epoch, owner: owner.map(str::to_owned), is_released })
+    };
+    assert_eq!(block_on(one.newest()), newest(0, None, false));
+    assert_eq!(block_on(one.claim(1, "one")), Ok(true));
+    assert_eq!(block_on(other.claim(1, "other")), Ok(false));
+    assert_eq!(block_on(one.claim(1, "one")), Ok(true), "the answer of the first put was lost");
+    assert_eq!(block_on(other.newest()), newest(1, Some("one"), false));
+    let volume = block_on(one.open(1, Config::default())).unwrap();
+    with_volume(&volume, async { put(&volume, 0, 1).await }).unwrap();
+    assert_eq!(block_on(volume.check_claim()), Ok(()));
+    block_on(one.release(1)).unwrap();
+    assert_eq!(block_on(other.newest()), newest(1, Some("one"), true));
+    // An opener that only fences.
+    assert_eq!(block_on(other.claim(2, &"x".repeat(MAX_OWNER_BYTES))), Ok(true));
+    assert!(matches!(
+        block_on(other.claim(3, &"x".repeat(MAX_OWNER_BYTES + 1))),
+        Err(Failure::Invalid(_))
+    ));
+    block_on(other.end_earlier(2)).unwrap();
+    let fenced = with_volume(&volume, async { put(&volume, 0, 2).await });
+    assert_eq!(fenced, Err(Failure::Fenced));
+    assert_eq!(block_on(volume.check_claim()), Err(Failure::Fenced));
+    let third = open(&store, 3, Config::default()).unwrap();
+    assert_eq!((third.epoch(), block_on(byte_at(&third, 0))), (3, Ok(1)));
+}
+
+#[test]
+fn a_view_shows_what_is_durable_and_does_not_disturb_the_writer() {
+    let store: Arc<dyn Store> = Arc::new(Memory::default());
+    create(&store, 1 << 20);
+    let place = block_on(Place::find(Arc::clone(&store), Nonce([9; 16]))).unwrap();
+    let view = || block_on(place.view(Config::default())).unwrap();
+    assert_eq!(block_on(byte_at(&view(), 0)), Ok(0));
+    let volume = open(&store, 1, Config::default()).unwrap();
+    let write = |byte: u8| with_volume(&volume, async { put(&volume, 0, byte).await }).unwrap();
+    write(1);
+    let before = view();
+    write(2);
+    assert_eq!(block_on(byte_at(&before, 0)), Ok(1));
+    assert_eq!(block_on(byte_at(&view(), 0)), Ok(2));
+    write(3);
+    assert_eq!(block_on(volume.check_claim()), Ok(()));
 }

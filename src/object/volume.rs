@@ -11,7 +11,9 @@ mod access;
 mod apply;
 mod checkpoint;
 mod collect;
+mod extents;
 mod opening;
+mod place;
 mod request;
 mod shared;
 mod table;
@@ -22,11 +24,13 @@ mod usage;
 #[cfg(test)]
 mod verify;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 pub use access::Failure;
+pub use place::{Newest, Place};
 
-use crate::codec::{Checkpoint, Description, LogObject, MAX_DATA_BYTES, Usage};
+use crate::codec::{Checkpoint, Description, LogObject, MAX_DATA_BYTES, MAX_MAP_PAGES, Usage};
 use crate::name::{Name, Nonce, Position};
 use crate::store::Store;
 use access::{Access, Put};
@@ -79,6 +83,12 @@ impl Default for Config {
     }
 }
 
+impl Config {
+    fn clamp(&mut self) {
+        self.object_bytes = self.object_bytes.clamp(MIN_OBJECT_BYTES, MAX_OBJECT_BYTES);
+    }
+}
+
 /// The minimum of [`Config::object_bytes`].
 const MIN_OBJECT_BYTES: usize = 4 << 10;
 
@@ -119,6 +129,9 @@ impl Volume {
         if !description.size.is_multiple_of(SECTOR_BYTES) {
             return Err(Failure::Invalid("the size is not a multiple of 512 bytes"));
         }
+        if description.size.div_ceil(description.page_bytes.into()) > MAX_MAP_PAGES {
+            return Err(Failure::Invalid("the size is too large for the pages of the map"));
+        }
         let access = Access::new(store, description.volume, description.nonce);
         match access.put_soon(Name::Description, &description.encode()).await? {
             Put::Own => Ok(()),
@@ -126,8 +139,9 @@ impl Volume {
         }
     }
 
-    /// Opens a volume for writing: fences the writer that has it, and recovers what that one has written.
-    /// `nonce` is random and was never used before. `node` names the opener for people.
+    /// Claims the next epoch, whoever has the newest one, and opens the volume for writing: fences the writer that
+    /// has it, and recovers what that one has written. `nonce` is random and was never used before. `owner` names
+    /// the opener for people. [`Place`] has the same in steps.
     ///
     /// # Errors
     /// Returns [`Failure::Fenced`] if another opener was faster, and another error if there is no volume, if it is
@@ -135,30 +149,22 @@ impl Volume {
     pub async fn open(
         store: Arc<dyn Store>,
         nonce: Nonce,
-        node: &str,
-        mut config: Config,
+        owner: &str,
+        config: Config,
     ) -> Result<Self, Failure> {
-        config.object_bytes = config.object_bytes.clamp(MIN_OBJECT_BYTES, MAX_OBJECT_BYTES);
-        let unknown = Access::new(Arc::clone(&store), crate::name::VolumeId([0; 16]), nonce);
-        let found = unknown.decode(Name::Description, Description::decode).await?;
-        let description = found.ok_or(Failure::Lost(Name::Description))?;
-        let access = Access::new(store, description.volume, nonce);
-        let opened = opening::take_over(&access, node).await?;
-        let epoch = opened.epoch;
-        match recover(access.clone(), config, &description, opened).await {
-            Err(failure)
-                if opening::is_missing(&failure)
-                    && opening::is_superseded(&access, epoch).await? =>
-            {
-                Err(Failure::Fenced)
-            }
-            other => other,
-        }
+        let place = Place::find(store, nonce).await?;
+        let epoch = place.claim_next(owner).await?;
+        place.open(epoch, config).await
     }
 
     /// The size in bytes.
     pub fn size(&self) -> u64 {
-        self.0.size
+        self.0.size()
+    }
+
+    /// The epoch in which the volume was opened.
+    pub fn epoch(&self) -> u64 {
+        self.0.epoch
     }
 
     /// What the volume uses now.
@@ -216,6 +222,60 @@ impl Volume {
         self.0.flush().await
     }
 
+    /// Makes the volume larger, up to `size` bytes. The change is durable when the call returns.
+    ///
+    /// # Errors
+    /// Returns an error if the size is smaller than before, is not a multiple of 512 bytes or is too large, or if
+    /// the volume has failed.
+    pub async fn grow(&self, size: u64) -> Result<(), Failure> {
+        self.0.grow(size).await
+    }
+
+    /// Splits a range into at most `limit` consecutive parts, each with whether it has data. The parts without
+    /// data read as zeroes. They end before the range does if the limit is reached.
+    ///
+    /// # Errors
+    /// As [`Volume::read`].
+    pub async fn extents(
+        &self,
+        range: Range<u64>,
+        limit: usize,
+    ) -> Result<Vec<(Range<u64>, bool)>, Failure> {
+        self.0.extents(range, limit).await
+    }
+
+    /// Looks whether another opener has claimed a later epoch. If so, the volume has failed from then on: the
+    /// opener fences this one, or is about to.
+    ///
+    /// # Errors
+    /// Returns [`Failure::Fenced`] for a later claim, and another error if the store fails.
+    pub async fn check_claim(&self) -> Result<(), Failure> {
+        match opening::is_superseded(&self.0.access, self.0.epoch).await? {
+            true => {
+                self.0.fail(&Failure::Fenced);
+                Err(Failure::Fenced)
+            }
+            false => Ok(()),
+        }
+    }
+
+    /// Lets the work in the background start nothing new, and returns when what it was doing has ended, puts
+    /// included. Requests that follow are served only as long as the tail has room.
+    ///
+    /// # Errors
+    /// Returns an error if the volume has failed; nothing is in progress then, except for puts without an answer.
+    pub async fn pause(&self) -> Result<(), Failure> {
+        self.0.lock().pause.is_wanted = true;
+        self.0.wait(|state| (state.pause.running == 0 && state.tail.is_quiet()).then_some(())).await
+    }
+
+    /// Lets the work in the background go on after [`Volume::pause`].
+    pub fn resume(&self) {
+        let mut state = self.0.lock();
+        state.pause.is_wanted = false;
+        state.changed();
+    }
+
     /// Asks for a checkpoint. It is written in the background.
     pub fn request_checkpoint(&self) {
         let mut state = self.0.lock();
@@ -251,14 +311,15 @@ async fn recover(
     mut opened: Opened,
 ) -> Result<Volume, Failure> {
     let mut usage = usage::Table::new(config.object_bytes);
-    let mut root = Vec::new();
+    let (mut root, mut size) = (Vec::new(), description.size);
     if let Some(at) = opened.history.base {
         let (name, identity) = (Name::Checkpoint(at), access.identity(at.epoch, at.slot));
         let found = access.decode(name, |bytes| Checkpoint::decode(identity, bytes)).await?;
         let checkpoint = found.ok_or(Failure::Lost(name))?;
-        if checkpoint.size != description.size || !checkpoint.snapshots.is_empty() {
-            return Err(Failure::Unsupported("another size or snapshots"));
+        if !checkpoint.snapshots.is_empty() {
+            return Err(Failure::Unsupported("snapshots"));
         }
+        size = checkpoint.size;
         for id in checkpoint.usage.iter().flatten() {
             let name = Name::Page { epoch: id.epoch, number: id.number };
             let identity = access.identity(id.epoch, id.number);
@@ -268,9 +329,8 @@ async fn recover(
         root = checkpoint.index;
     }
     let page_bytes = u64::from(description.page_bytes);
-    let map = table::Table::new(root, description.size.div_ceil(page_bytes), config.map_bytes);
-    let size = (description.size, page_bytes);
-    let shared = Shared::new(access, config, opened.epoch, size, (map, usage));
+    let map = table::Table::new(root, size.div_ceil(page_bytes), config.map_bytes);
+    let shared = Shared::new(access, config, opened.epoch, (size, page_bytes), (map, usage));
     let base = opened.history.base;
     for cut in opened.history.cuts.clone() {
         let from = base.filter(|base| base.epoch == cut.epoch).map_or(0, |base| base.slot + 1);

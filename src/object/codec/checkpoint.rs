@@ -11,7 +11,7 @@ use crate::name::{Nonce, Position, SnapshotId};
 pub const MAX_SNAPSHOTS: usize = 1024;
 
 /// The maximum number of pages of the index or of the usage.
-const MAX_PAGES: usize = 64 << 10;
+pub(super) const MAX_PAGES: usize = 64 << 10;
 
 /// The length of the shortest encoded snapshot in bytes.
 const SNAPSHOT_BYTES: usize = 42;

@@ -98,6 +98,13 @@ impl<'a> Reader<'a> {
         text.map(str::to_owned).map_err(|_| Damage::Field("text"))
     }
 
+    /// Reads a text of at most `max` bytes.
+    pub(super) fn long_text(&mut self, max: usize) -> Result<String, Damage> {
+        let length = self.count(1, max)?;
+        let text = std::str::from_utf8(self.take(length)?);
+        text.map(str::to_owned).map_err(|_| Damage::Field("text"))
+    }
+
     /// Checks that nothing is left.
     pub(super) fn end(&self) -> Result<(), Damage> {
         match self.at == self.bytes.len() {
@@ -137,6 +144,12 @@ impl Writer {
     pub(super) fn length(&mut self, value: usize) {
         debug_assert!(u32::try_from(value).is_ok(), "{value}");
         self.u32(value as u32);
+    }
+
+    /// Writes a text whose length the caller has checked.
+    pub(super) fn long_text(&mut self, text: &str) {
+        self.length(text.len());
+        self.bytes(text.as_bytes());
     }
 
     /// Writes a text. What exceeds [`MAX_NAME_BYTES`] is cut off at a character.

@@ -165,9 +165,11 @@ fn objects() -> impl Strategy<Value = (Identity, Vec<u8>)> {
     let index = (identity(), nonce(), any::<u64>(), vec(page_id(), 0..50));
     prop_oneof![
         log_object().prop_map(|object| (object.identity, object.encode())),
-        (identity(), nonce(), "\\PC{0,40}").prop_map(|(identity, nonce, node)| {
-            (identity, Claim { identity, nonce, node }.encode())
+        (identity(), nonce(), "\\PC{0,400}").prop_map(|(identity, nonce, owner)| {
+            (identity, Claim { identity, nonce, owner }.encode())
         }),
+        (identity(), nonce())
+            .prop_map(|(identity, nonce)| (identity, Release { identity, nonce }.encode())),
         (identity(), nonce())
             .prop_map(|(identity, nonce)| (identity, Slot::encode_seal(identity, nonce))),
         leaf().prop_map(|page| (page.identity, page.encode())),

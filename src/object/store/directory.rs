@@ -2,7 +2,7 @@
 //!
 //! An object appears at once and complete: its bytes are written to a temporary file, the file is synchronized,
 //! linked under its name, which fails if the name exists, and the directory is synchronized. A process that
-//! crashes leaves at most temporary files, which the next one removes.
+//! crashes leaves at most temporary files, which a later one removes.
 //!
 //! A read from the first byte on synchronizes the directory. So what an opener has seen in the header of another
 //! process' object is still there after a power failure, also if that process had not synchronized it yet.
@@ -10,18 +10,21 @@
 //! Operations run on threads of the store, since files block.
 
 use std::collections::BTreeSet;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, Permissions};
 use std::io::{self, ErrorKind, Write as _};
 use std::ops::Range;
-use std::os::unix::fs::FileExt as _;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Poll, Waker};
-use std::thread;
-use std::time::Duration;
 
+use nix::dir::{Dir, Type};
+use nix::fcntl::{AtFlags, OFlag, OpenHow, RenameFlags, ResolveFlag, openat2, renameat2};
+use nix::sys::stat::{Mode, mkdirat};
+use nix::unistd::{UnlinkatFlags, linkat, unlinkat};
+
+use super::pool::Pool;
 use super::{Pending, Store, StoreError};
 
 /// The threads of a store.
@@ -30,76 +33,77 @@ const THREADS: usize = 8;
 /// The directory of temporary files. No object has a name below it.
 const TEMPORARY: &str = "tmp";
 
-/// The first wait before a retry, and the longest.
-const BACK_OFF: [Duration; 2] = [Duration::from_millis(50), Duration::from_secs(5)];
+/// The mode of directories. Each process may have a user of its own, so the directory above the store must keep
+/// other users away.
+const DIRECTORY_MODE: u32 = 0o777;
 
-type Job = Box<dyn FnOnce() + Send>;
+/// The mode of objects. They are never changed.
+const FILE_MODE: u32 = 0o444;
 
 /// A store in a local directory. Several processes may use the same directory at the same time.
 pub struct Directory {
-    root: Arc<Path>,
-    temporary: AtomicU64,
-    jobs: Mutex<Sender<Job>>,
+    place: Arc<Place>,
+    pool: Pool,
+}
+
+/// What the threads of a store share.
+struct Place {
+    root: File,
+    /// Begins the names of temporary files.
+    token: u64,
+    /// The number of the next temporary file.
+    next: AtomicU64,
+    /// The directories that this process has made or found, and whose names are durable.
+    durable: Mutex<BTreeSet<String>>,
 }
 
 impl Directory {
-    /// Opens the store in a directory, which is created if it does not exist. Removes temporary files; another
-    /// process that is just creating an object tries again then.
+    /// Opens the store in an existing directory. `token` is random and was never used before: it keeps the temporary
+    /// files of processes apart.
     ///
     /// # Errors
-    /// Returns an error if the directory cannot be created or written, or if no thread can be started.
-    pub fn open(root: &Path) -> io::Result<Self> {
-        make_directory(&root.join(TEMPORARY))?;
-        for entry in fs::read_dir(root.join(TEMPORARY))? {
-            match fs::remove_file(entry?.path()) {
-                Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
-                _ => {}
-            }
-        }
-        let (jobs, queue) = channel::<Job>();
-        let queue = Arc::new(Mutex::new(queue));
-        for number in 0..THREADS {
-            let queue = Arc::clone(&queue);
-            thread::Builder::new().name(format!("store-{number}")).spawn(move || work(&queue))?;
-        }
-        Ok(Self { root: root.into(), temporary: AtomicU64::new(0), jobs: Mutex::new(jobs) })
+    /// Returns an error if the directory cannot be used, or if no thread can be started.
+    pub fn open(root: &Path, token: u64) -> io::Result<Self> {
+        let (root, durable) = (File::open(root)?, Mutex::default());
+        let place = Place { root, token, next: AtomicU64::new(0), durable };
+        place.make_durable(TEMPORARY)?;
+        Ok(Self { place: Arc::new(place), pool: Pool::start("store", THREADS)? })
     }
 
     /// Runs `job` on a thread of the store.
     fn run<'a, T: Send + 'static>(
         &self,
-        job: impl FnOnce(&Path) -> T + Send + 'static,
+        job: impl FnOnce(&Place) -> T + Send + 'static,
     ) -> Pending<'a, T> {
-        let answer = Arc::new(Mutex::new((None, None::<Waker>)));
-        let (filled, root) = (Arc::clone(&answer), Arc::clone(&self.root));
-        let job = move || {
-            let result = job(&root);
-            let mut answer = filled.lock().unwrap_or_else(PoisonError::into_inner);
-            answer.0 = Some(result);
-            if let Some(waker) = answer.1.take() {
-                waker.wake();
-            }
-        };
-        // The threads run as long as the sender exists, so the queue takes every job.
-        let _ = self.jobs.lock().unwrap_or_else(PoisonError::into_inner).send(Box::new(job));
-        Box::pin(std::future::poll_fn(move |context| {
-            let mut answer = answer.lock().unwrap_or_else(PoisonError::into_inner);
-            match answer.0.take() {
-                Some(result) => Poll::Ready(result),
-                None => {
-                    answer.1 = Some(context.waker().clone());
-                    Poll::Pending
-                }
-            }
-        }))
+        let place = Arc::clone(&self.place);
+        self.pool.run(move || job(&place))
     }
+}
+
+/// Removes the temporary files of processes that have crashed from the store in a directory. Another process that is
+/// just creating an object tries again then.
+///
+/// # Errors
+/// Returns the error of the file system.
+pub fn remove_temporary(root: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(root.join(TEMPORARY))? {
+        let path = entry?.path();
+        let removed = match fs::remove_file(&path) {
+            Err(error) if error.kind() == ErrorKind::IsADirectory => fs::remove_dir(&path),
+            other => other,
+        };
+        match removed {
+            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 impl Store for Directory {
     fn create<'a>(&'a self, name: &'a str, bytes: &'a [u8]) -> Pending<'a, Result<(), StoreError>> {
-        let number = self.temporary.fetch_add(1, Ordering::Relaxed);
         let (name, bytes) = (name.to_owned(), bytes.to_owned());
-        self.run(move |root| create(root, number, &name, &bytes).map_err(classify))
+        self.run(move |place| place.create(&name, &bytes).map_err(classify))
     }
 
     fn read<'a>(
@@ -108,7 +112,7 @@ impl Store for Directory {
         range: Range<u64>,
     ) -> Pending<'a, Result<Vec<u8>, StoreError>> {
         let name = name.to_owned();
-        self.run(move |root| read(&root.join(name), range).map_err(classify))
+        self.run(move |place| place.read(&name, range).map_err(classify))
     }
 
     fn list<'a>(
@@ -116,106 +120,169 @@ impl Store for Directory {
         prefix: &'a str,
         after: &'a str,
     ) -> Pending<'a, Result<Vec<String>, StoreError>> {
-        let (prefix, after) = (prefix.to_owned(), after.to_owned());
-        self.run(move |root| list(root, prefix.trim_end_matches('/'), &after).map_err(classify))
+        let (prefix, after) = (prefix.trim_end_matches('/').to_owned(), after.to_owned());
+        self.run(move |place| place.list(&prefix, &after).map_err(classify))
     }
 
     fn delete<'a>(&'a self, name: &'a str) -> Pending<'a, Result<(), StoreError>> {
         let name = name.to_owned();
-        self.run(move |root| match fs::remove_file(root.join(name)) {
-            Err(error) if error.kind() != ErrorKind::NotFound => Err(classify(error)),
-            _ => Ok(()),
-        })
+        self.run(move |place| place.delete(&name).map_err(classify))
     }
 
     fn back_off(&self, attempt: u32) -> Pending<'_, ()> {
-        let [first, longest] = BACK_OFF;
-        let time = first.saturating_mul(1 << attempt.saturating_sub(1).min(16)).min(longest);
-        #[allow(clippy::disallowed_methods, reason = "the thread has nothing else to do")]
-        self.run(move |_| thread::sleep(time))
+        self.pool.back_off(attempt)
     }
 }
 
-/// Runs jobs until the store is dropped.
-fn work(queue: &Mutex<Receiver<Job>>) {
-    loop {
-        let job = queue.lock().unwrap_or_else(PoisonError::into_inner).recv();
-        let Ok(job) = job else { return };
-        job();
+impl Place {
+    fn create(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
+        let (directory, last) = name.rsplit_once('/').unwrap_or(("", name));
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let temporary = format!("{:016x}-{number}", self.token);
+        let beside = self.directory(TEMPORARY)?;
+        let linked = write(&beside, &temporary, bytes).and_then(|()| {
+            self.make_durable(directory)?;
+            let directory = self.directory(directory)?;
+            linkat(&beside, &*temporary, &directory, last, AtFlags::empty())?;
+            Ok(directory)
+        });
+        let _ = unlinkat(&beside, &*temporary, UnlinkatFlags::NoRemoveDir);
+        linked?.sync_all()
     }
-}
 
-fn create(root: &Path, number: u64, name: &str, bytes: &[u8]) -> io::Result<()> {
-    let path = root.join(name);
-    let directory = path.parent().ok_or(ErrorKind::InvalidInput)?;
-    let temporary = root.join(TEMPORARY).join(format!("{}-{number}", std::process::id()));
-    // A file of this name can only be left from a process that had the same number.
-    let _ = fs::remove_file(&temporary);
-    let mut file = OpenOptions::new().write(true).create_new(true).open(&temporary)?;
-    file.write_all(bytes)?;
-    file.sync_data()?;
-    make_directory(directory)?;
-    let linked = fs::hard_link(&temporary, &path);
-    let _ = fs::remove_file(&temporary);
-    linked?;
-    synchronize(directory)
-}
-
-/// Creates a directory and the ones above it, so that they survive a power failure.
-fn make_directory(path: &Path) -> io::Result<()> {
-    match fs::create_dir(path) {
-        Err(error) if error.kind() == ErrorKind::AlreadyExists => return Ok(()),
-        Err(error) if error.kind() == ErrorKind::NotFound => {
-            let above = path.parent().ok_or(ErrorKind::NotFound)?;
-            make_directory(above)?;
-            return make_directory(path);
+    fn read(&self, name: &str, range: Range<u64>) -> io::Result<Vec<u8>> {
+        let (directory, last) = name.rsplit_once('/').unwrap_or(("", name));
+        let directory = self.directory(directory)?;
+        let file = open(&directory, last, OFlag::O_RDONLY)?;
+        let length = file.metadata()?.len().min(range.end).saturating_sub(range.start);
+        let mut bytes = vec![0; usize::try_from(length).map_err(|_| ErrorKind::InvalidInput)?];
+        file.read_exact_at(&mut bytes, range.start)?;
+        if range.start == 0 {
+            directory.sync_all()?;
         }
-        other => other?,
+        Ok(bytes)
     }
-    path.parent().map_or(Ok(()), synchronize)
-}
 
-fn synchronize(directory: &Path) -> io::Result<()> {
-    File::open(directory)?.sync_all()
-}
-
-fn read(path: &Path, range: Range<u64>) -> io::Result<Vec<u8>> {
-    let file = File::open(path)?;
-    let length = file.metadata()?.len().min(range.end).saturating_sub(range.start);
-    let mut bytes = vec![0; usize::try_from(length).map_err(|_| ErrorKind::InvalidInput)?];
-    file.read_exact_at(&mut bytes, range.start)?;
-    if range.start == 0 {
-        path.parent().map_or(Ok(()), synchronize)?;
+    fn delete(&self, name: &str) -> io::Result<()> {
+        let (directory, last) = name.rsplit_once('/').unwrap_or(("", name));
+        let deleted = self
+            .directory(directory)
+            .and_then(|directory| Ok(unlinkat(&directory, last, UnlinkatFlags::NoRemoveDir)?));
+        match deleted {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+            other => other,
+        }
     }
-    Ok(bytes)
-}
 
-/// Lists the names below `prefix` that are in the first directory with names behind `after`.
-fn list(root: &Path, prefix: &str, after: &str) -> io::Result<Vec<String>> {
-    let entries = match fs::read_dir(root.join(prefix)) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
-        entries => entries?,
-    };
-    let (mut names, mut directories) = (BTreeSet::new(), BTreeSet::new());
-    for entry in entries {
-        let entry = entry?;
-        let Ok(name) = entry.file_name().into_string() else { continue };
-        let name = format!("{prefix}/{name}");
-        match entry.file_type()?.is_dir() {
-            true => directories.insert(name),
-            false => names.insert(name),
+    /// Lists the names below `prefix` that are in the first directory with names behind `after`.
+    fn list(&self, prefix: &str, after: &str) -> io::Result<Vec<String>> {
+        let found = match self.directory(prefix) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+            found => found?,
         };
-    }
-    for directory in directories {
-        // The names in it are greater than `directory/` and less than `directory0`.
-        if format!("{directory}0").as_str() > after {
-            let found = list(root, &directory, after)?;
-            if !found.is_empty() {
-                return Ok(found);
+        let (mut names, mut directories) = (BTreeSet::new(), BTreeSet::new());
+        for entry in Dir::from_fd(OwnedFd::from(found))?.iter() {
+            let entry = entry?;
+            let Ok(name) = entry.file_name().to_str() else { continue };
+            let kind = entry.file_type();
+            let name = format!("{prefix}/{name}");
+            // Some file systems do not tell the type.
+            match kind.map_or_else(|| self.directory(&name).is_ok(), |kind| kind == Type::Directory)
+            {
+                true if name.ends_with("/.") || name.ends_with("/..") => {}
+                true => drop(directories.insert(name)),
+                false => drop(names.insert(name)),
             }
         }
+        for directory in directories {
+            // The names in it are greater than `directory/` and less than `directory0`.
+            if format!("{directory}0").as_str() > after {
+                let found = self.list(&directory, after)?;
+                if !found.is_empty() {
+                    return Ok(found);
+                }
+            }
+        }
+        Ok(names.into_iter().filter(|name| name.as_str() > after).collect())
     }
-    Ok(names.into_iter().filter(|name| name.as_str() > after).collect())
+
+    /// Creates a directory of the store, once in this process.
+    fn make_durable(&self, directory: &str) -> io::Result<()> {
+        let known = || self.durable.lock().unwrap_or_else(PoisonError::into_inner);
+        if !known().contains(directory) {
+            self.make_directory(directory)?;
+            known().insert(directory.to_owned());
+        }
+        Ok(())
+    }
+
+    /// Creates a directory and the ones above it, so that they survive a power failure.
+    fn make_directory(&self, name: &str) -> io::Result<()> {
+        if name.is_empty() {
+            return Ok(());
+        }
+        let (above, last) = name.rsplit_once('/').unwrap_or(("", name));
+        self.make_directory(above)?;
+        let above = self.directory(above)?;
+        match self.make_in(&above, last) {
+            // Another process may have made it and crashed before it has synchronized the directory above.
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            other => other?,
+        }
+        above.sync_all()
+    }
+
+    /// Creates a directory that appears with its mode, which the mask of the process would limit. Otherwise a crash
+    /// could leave one in which no other user can create objects.
+    fn make_in(&self, above: &File, last: &str) -> io::Result<()> {
+        if open(above, last, OFlag::O_RDONLY | OFlag::O_DIRECTORY).is_ok() {
+            return Err(ErrorKind::AlreadyExists.into());
+        }
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let temporary = format!("{:016x}-{number}", self.token);
+        // The directory of temporary files is the first one to be made.
+        let beside = match last {
+            TEMPORARY => above.try_clone()?,
+            _ => self.directory(TEMPORARY)?,
+        };
+        mkdirat(&beside, &*temporary, Mode::S_IRWXU)?;
+        let made = open(&beside, &temporary, OFlag::O_RDONLY | OFlag::O_DIRECTORY)
+            .and_then(|made| made.set_permissions(Permissions::from_mode(DIRECTORY_MODE)))
+            .and_then(|()| {
+                let flags = RenameFlags::RENAME_NOREPLACE;
+                Ok(renameat2(&beside, &*temporary, above, last, flags)?)
+            });
+        if made.is_err() {
+            let _ = unlinkat(&beside, &*temporary, UnlinkatFlags::RemoveDir);
+        }
+        made
+    }
+
+    /// Opens a directory of the store.
+    fn directory(&self, name: &str) -> io::Result<File> {
+        let name = if name.is_empty() { "." } else { name };
+        open(&self.root, name, OFlag::O_RDONLY | OFlag::O_DIRECTORY)
+    }
+}
+
+/// Opens what `name` leads to below a directory without a symbolic link. A worker that was taken over could make links,
+/// and a privileged process must not follow them.
+fn open(directory: &File, name: &str, flags: OFlag) -> io::Result<File> {
+    let how = OpenHow::new()
+        .flags(flags | OFlag::O_CLOEXEC)
+        .mode(match flags.contains(OFlag::O_CREAT) {
+            true => Mode::from_bits_truncate(FILE_MODE),
+            false => Mode::empty(),
+        })
+        .resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS);
+    Ok(openat2(directory, name, how)?.into())
+}
+
+fn write(directory: &File, name: &str, bytes: &[u8]) -> io::Result<()> {
+    let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL;
+    let mut file = open(directory, name, flags)?;
+    file.write_all(bytes)?;
+    file.sync_data()
 }
 
 fn classify(error: io::Error) -> StoreError {

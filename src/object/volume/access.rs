@@ -77,7 +77,7 @@ impl Access {
     /// Creates the object, and finds out whether this opener has created it if the answer is not clear.
     ///
     /// # Errors
-    /// Returns an error if the store fails `attempts` times. The object may exist then, or be created later.
+    /// Returns an error if the store fails `attempts` times or, unless they have no limit, refuses once. The object may exist then, or be created later.
     pub(super) async fn put(
         &self,
         name: Name,
@@ -101,7 +101,7 @@ impl Access {
                 Err(error) => error,
             };
             failures += 1;
-            if failures >= attempts {
+            if failures >= attempts || attempts != u32::MAX && is_final(&error) {
                 return Err(Failure::Store { name: text, error });
             }
             self.store.back_off(failures).await;
@@ -127,7 +127,7 @@ impl Access {
                 Err(StoreError::NotFound) => return Ok(None),
                 Err(error) => {
                     failures += 1;
-                    if failures >= MAX_ATTEMPTS {
+                    if failures >= MAX_ATTEMPTS || is_final(&error) {
                         return Err(Failure::Store { name: text, error });
                     }
                     self.store.back_off(failures).await;
@@ -178,7 +178,7 @@ impl Access {
                 Ok(names) => return Ok(names),
                 Err(error) => {
                     failures += 1;
-                    if failures >= MAX_ATTEMPTS {
+                    if failures >= MAX_ATTEMPTS || is_final(&error) {
                         return Err(Failure::Store { name: prefix.to_owned(), error });
                     }
                     self.store.back_off(failures).await;
@@ -196,6 +196,11 @@ impl Access {
     pub(super) async fn back_off(&self, attempt: u32) {
         self.store.back_off(attempt).await;
     }
+}
+
+/// Whether a caller that waits gets the error at once.
+fn is_final(error: &StoreError) -> bool {
+    matches!(error, StoreError::Refused(_))
 }
 
 /// The prefix of the names of an epoch's slots, checkpoints or pages.

@@ -26,17 +26,27 @@ impl Shared {
                 Record::Write(extent) => self.place(extent, at, data_at, None).await?,
                 Record::Move(extent, from) => self.place(extent, at, data_at, Some(*from)).await?,
                 Record::Trim { offset, length } | Record::WriteZeroes { offset, length } => {
-                    self.clear(*offset..(offset + length).min(self.size)).await?;
+                    self.clear(*offset..(offset + length).min(self.size())).await?;
                 }
                 Record::Base(_) | Record::Open(_) => {}
                 Record::Snapshot(..) | Record::DeleteSnapshot(_) | Record::RollBack(_) => {
                     return Err(Failure::Unsupported("snapshots"));
                 }
-                Record::Resize(_) => return Err(Failure::Unsupported("another size")),
+                Record::Resize(size) => self.resized(*size)?,
             }
             data_at += data_bytes(record);
         }
         Ok(())
+    }
+
+    /// Takes the size that a record gives the volume.
+    fn resized(&self, size: u64) -> Result<(), Failure> {
+        let mut state = self.lock();
+        if size < state.applied_size {
+            return Err(Failure::Unsupported("become smaller"));
+        }
+        state.applied_size = size;
+        self.extend(&mut state, size)
     }
 
     /// Splits a range into the parts of map pages: the number of the page, and the range relative to it.
@@ -58,8 +68,8 @@ impl Shared {
         from: Option<Source>,
     ) -> Result<(), Failure> {
         let end = extent.offset + u64::from(extent.length);
-        if end > self.size {
-            return Err(Failure::Unsupported("another size"));
+        if end > self.size() {
+            return Err(Failure::Unsupported("data behind its end"));
         }
         for (number, part) in self.parts(extent.offset..end) {
             let skip = short(number * self.page_bytes + u64::from(part.start) - extent.offset);

@@ -32,7 +32,14 @@ impl Shared {
     }
 
     async fn apply_next(&self) -> Result<(), Failure> {
-        match self.wait(|state| self.step(state)).await? {
+        let step = self.wait(|state| self.step(state)).await?;
+        self.take(step).await?;
+        self.lock().ended();
+        Ok(())
+    }
+
+    async fn take(&self, step: Step) -> Result<(), Failure> {
+        match step {
             Step::Checkpoint(at) => self.checkpoint(at).await,
             Step::Apply { number, header_bytes, records } => {
                 self.apply_slot(self.position(number), header_bytes, &records).await?;
@@ -55,6 +62,15 @@ impl Shared {
     }
 
     fn step(&self, state: &mut State) -> Option<Step> {
+        if state.pause.is_wanted {
+            return None;
+        }
+        let step = self.next_step(state);
+        state.pause.running += usize::from(step.is_some());
+        step
+    }
+
+    fn next_step(&self, state: &mut State) -> Option<Step> {
         let (first, confirmed) = (state.tail.first, state.tail.confirmed);
         let is_due = state.checkpoints.wanted
             || state.checkpoints.new_slots >= self.config.checkpoint_slots
@@ -89,7 +105,7 @@ impl Shared {
             Checkpoint {
                 identity: self.access.identity(at.epoch, at.slot),
                 nonce: self.access.nonce,
-                size: self.size,
+                size: state.applied_size,
                 next_page: state.checkpoints.next_page,
                 index: state.map.root().to_vec(),
                 usage: state.usage.pages().map(Some).collect(),

@@ -49,7 +49,7 @@ impl Shared {
         let mut memory = Memory { sweep_at: 1, ..Memory::default() };
         let mut failures = 0;
         loop {
-            let work = match self.wait(|state| self.work(state, &mut memory)).await {
+            let work = match self.wait(|state| self.next_work(state, &mut memory)).await {
                 Ok(work) => work,
                 Err(failure) => return failure,
             };
@@ -64,6 +64,7 @@ impl Shared {
                 Work::Relocate(victims) => self.relocate_all(&victims, &mut memory).await,
                 Work::Sweep => self.sweep().await,
             };
+            self.lock().ended();
             match done {
                 Ok(()) => failures = 0,
                 Err(Failure::Fenced) => return Failure::Fenced,
@@ -73,6 +74,15 @@ impl Shared {
                 }
             }
         }
+    }
+
+    fn next_work(&self, state: &mut State, memory: &mut Memory) -> Option<Work> {
+        if state.pause.is_wanted {
+            return None;
+        }
+        let work = self.work(state, memory);
+        state.pause.running += usize::from(work.is_some());
+        work
     }
 
     fn work(&self, state: &mut State, memory: &mut Memory) -> Option<Work> {

@@ -44,6 +44,15 @@ impl Kept {
     }
 }
 
+/// What happens to the first slot of an epoch that is empty.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Gap {
+    /// It gets a seal.
+    Seal,
+    /// It stays empty: a reader takes what is there.
+    Leave,
+}
+
 /// What an opener has found in an epoch.
 #[derive(Default)]
 struct End {
@@ -61,9 +70,8 @@ impl End {
     }
 }
 
-/// Claims an epoch, ends all earlier ones, and commits the take-over.
-pub(super) async fn take_over(access: &Access, node: &str) -> Result<Opened, Failure> {
-    let epoch = claim(access, node).await?;
+/// Ends all epochs before the claimed one, and commits the take-over.
+pub(super) async fn take_over(access: &Access, epoch: u64) -> Result<Opened, Failure> {
     match commit(access, epoch).await {
         Err(failure) if is_missing(&failure) && is_superseded(access, epoch).await? => {
             Err(Failure::Fenced)
@@ -84,36 +92,70 @@ pub(super) async fn is_superseded(access: &Access, epoch: u64) -> Result<bool, F
 }
 
 /// Creates the claim of the first epoch above all that exist.
-async fn claim(access: &Access, node: &str) -> Result<u64, Failure> {
+pub(super) async fn claim_next(access: &Access, owner: &str) -> Result<u64, Failure> {
     loop {
-        let claims = access.list("epoch/", "").await?;
-        let mut newest = claims.iter().filter_map(epoch_of).max().unwrap_or(0);
-        loop {
-            let more = access.list_some("log/", &behind("log", newest)).await?;
-            let epochs = more.iter().filter_map(|text| epoch_of(&Name::parse(text)?));
-            let Some(found) = epochs.max() else { break };
-            newest = found;
-        }
-        let epoch = newest + 1;
-        let identity = access.identity(epoch, 0);
-        let claim = Claim { identity, nonce: access.nonce, node: node.to_owned() };
-        let put = access.put_soon(Name::Claim(epoch), &claim.encode()).await?;
-        if put == Put::Own || !applies(Rule::Claim) {
+        let epoch = newest_epoch(access).await? + 1;
+        if claim(access, epoch, owner).await? || !applies(Rule::Claim) {
             return Ok(epoch);
         }
     }
 }
 
-async fn commit(access: &Access, epoch: u64) -> Result<Opened, Failure> {
+/// Returns the greatest epoch that exists; 0 if the volume was never claimed.
+pub(super) async fn newest_epoch(access: &Access) -> Result<u64, Failure> {
+    let claims = access.list("epoch/", "").await?;
+    let mut newest = claims.iter().filter_map(epoch_of).max().unwrap_or(0);
+    loop {
+        let more = access.list_some("log/", &behind("log", newest)).await?;
+        let epochs = more.iter().filter_map(|text| epoch_of(&Name::parse(text)?));
+        let Some(found) = epochs.max() else { return Ok(newest) };
+        newest = found;
+    }
+}
+
+/// Creates the claim of an epoch. Returns whether this opener has got it.
+pub(super) async fn claim(access: &Access, epoch: u64, owner: &str) -> Result<bool, Failure> {
+    let identity = access.identity(epoch, 0);
+    let claim = Claim { identity, nonce: access.nonce, owner: owner.to_owned() };
+    let put = access.put_soon(Name::Claim(epoch), &claim.encode()).await?;
+    Ok(put == Put::Own)
+}
+
+/// Returns what precedes the claimed epoch. Its writers can add nothing from then on.
+pub(super) async fn end_earlier(
+    access: &Access,
+    epoch: u64,
+    kept: &mut Kept,
+) -> Result<History, Failure> {
+    history_before(access, epoch, Gap::Seal, kept).await
+}
+
+/// Returns the history of the volume as it is now. Changes nothing, so the writer may continue.
+pub(super) async fn observe(access: &Access) -> Result<Opened, Failure> {
+    let epoch = newest_epoch(access).await? + 1;
     let mut kept = Kept::default();
-    let mut history = History { base: None, cuts: Vec::new() };
+    let history = history_before(access, epoch, Gap::Leave, &mut kept).await?;
+    Ok(Opened { epoch, history, kept })
+}
+
+async fn history_before(
+    access: &Access,
+    epoch: u64,
+    gap: Gap,
+    kept: &mut Kept,
+) -> Result<History, Failure> {
     for earlier in (1..epoch).rev() {
-        let end = end_of(access, earlier, &mut kept).await?;
+        let end = end_of(access, earlier, gap, kept).await?;
         if end.cut > 0 {
-            history = history_of(earlier, end);
-            break;
+            return Ok(history_of(earlier, end));
         }
     }
+    Ok(History { base: None, cuts: Vec::new() })
+}
+
+async fn commit(access: &Access, epoch: u64) -> Result<Opened, Failure> {
+    let mut kept = Kept::default();
+    let history = end_earlier(access, epoch, &mut kept).await?;
     if history.cuts.len() > MAX_CUTS {
         return Err(Failure::Unsupported("too many take-overs without a checkpoint"));
     }
@@ -141,20 +183,20 @@ fn history_of(epoch: u64, end: End) -> History {
     History { base: end.base, cuts }
 }
 
-/// Finds the end of an epoch, and sees to it that its writer cannot go beyond.
-async fn end_of(access: &Access, epoch: u64, kept: &mut Kept) -> Result<End, Failure> {
+/// Finds the end of an epoch. With [`Gap::Seal`], its writer cannot go beyond.
+async fn end_of(access: &Access, epoch: u64, gap: Gap, kept: &mut Kept) -> Result<End, Failure> {
     let mut end = End::default();
     let newest = newest_checkpoint(access, epoch).await?;
     end.start_from(newest.map(|slot| Position { epoch, slot }));
     let mut at = newest.map_or(0, |slot| slot + 1);
     let mut found = 0;
     loop {
-        if let Slot::Log(object) = slot_or_seal(access, epoch, at).await? {
+        if let Slot::Log(object) = slot_or_seal(access, epoch, at, gap).await? {
             note(&mut end, &object);
             kept.keep(Position { epoch, slot: at }, object);
             at += 1;
             found += 1;
-            if found % AHEAD == 0 {
+            if found % AHEAD == 0 && gap == Gap::Seal {
                 seal_ahead(access, epoch, at + AHEAD * (found / AHEAD)).await?;
             }
             continue;
@@ -165,7 +207,8 @@ async fn end_of(access: &Access, epoch: u64, kept: &mut Kept) -> Result<End, Fai
             at = slot + 1;
             continue;
         }
-        if applies(Rule::Witness) && has_witness(access, epoch, at).await? {
+        let is_checked = gap == Gap::Seal && applies(Rule::Witness);
+        if is_checked && has_witness(access, epoch, at).await? {
             return Err(Failure::Lost(slot(epoch, at)));
         }
         end.cut = at;
@@ -197,14 +240,14 @@ async fn newest_checkpoint(access: &Access, epoch: u64) -> Result<Option<u64>, F
     Ok(slots.max())
 }
 
-/// Reads a slot. Creates a seal if it is empty.
-async fn slot_or_seal(access: &Access, epoch: u64, number: u64) -> Result<Slot, Failure> {
+/// Reads a slot. If it is empty, it counts as sealed, and with [`Gap::Seal`] it gets a seal.
+async fn slot_or_seal(access: &Access, epoch: u64, number: u64, gap: Gap) -> Result<Slot, Failure> {
     let (name, identity) = (slot(epoch, number), access.identity(epoch, number));
     loop {
         if let Some(found) = access.decode(name, |bytes| Slot::decode(identity, bytes)).await? {
             return Ok(found);
         }
-        if !applies(Rule::Seal) {
+        if gap == Gap::Leave || !applies(Rule::Seal) {
             return Ok(Slot::Seal(access.nonce));
         }
         let seal = Slot::encode_seal(identity, access.nonce);

@@ -22,7 +22,7 @@ impl Shared {
         if !offset.is_multiple_of(SECTOR_BYTES) || !length.is_multiple_of(SECTOR_BYTES) {
             return Err(Failure::Invalid("the range is not a multiple of 512 bytes"));
         }
-        match offset.checked_add(length).is_some_and(|end| end <= self.size) {
+        match offset.checked_add(length).is_some_and(|end| end <= self.size()) {
             true => Ok(()),
             false => Err(Failure::Invalid("the range ends behind the volume")),
         }
@@ -76,6 +76,23 @@ impl Shared {
             self.lock().tail.zero(offset, length, is_trim);
         }
         Ok(())
+    }
+
+    pub(super) async fn grow(&self, size: u64) -> Result<(), Failure> {
+        if !size.is_multiple_of(SECTOR_BYTES) {
+            return Err(Failure::Invalid("the size is not a multiple of 512 bytes"));
+        }
+        self.admit(0).await?;
+        {
+            let mut state = self.lock();
+            if size < self.size() {
+                return Err(Failure::Invalid("the volume is larger already"));
+            }
+            // Requests use the new range from here on; their records follow this one.
+            self.extend(&mut state, size)?;
+            state.tail.resize(size);
+        }
+        self.flush().await
     }
 
     pub(super) async fn flush(&self) -> Result<(), Failure> {

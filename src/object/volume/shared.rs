@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeSet, VecDeque};
 use std::future::poll_fn;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::task::{Poll, Waker};
 
@@ -10,7 +11,7 @@ use super::access::{Access, Failure};
 use super::table::{self, Missing};
 use super::tail::Tail;
 use super::usage;
-use crate::codec::{Index, Leaf};
+use crate::codec::{Index, Leaf, MAX_MAP_PAGES};
 use crate::name::{Name, Position};
 
 /// An open volume.
@@ -19,7 +20,8 @@ pub(super) struct Shared {
     pub(super) config: Config,
     pub(super) epoch: u64,
     pub(super) page_bytes: u64,
-    pub(super) size: u64,
+    /// The size in bytes, with every change that was appended to the log.
+    size: AtomicU64,
     state: Mutex<State>,
 }
 
@@ -30,6 +32,9 @@ pub(super) struct State {
     pub(super) usage: usage::Table,
     pub(super) garbage: Garbage,
     pub(super) checkpoints: Checkpoints,
+    /// The size in bytes after the slots that were applied.
+    pub(super) applied_size: u64,
+    pub(super) pause: Pause,
     failure: Option<Failure>,
     wakers: Vec<Waker>,
 }
@@ -49,6 +54,15 @@ pub(super) struct Checkpoints {
     pub(super) count: u64,
     /// The number of the next page.
     pub(super) next_page: u64,
+}
+
+/// Whether the work in the background may go on.
+#[derive(Default)]
+pub(super) struct Pause {
+    /// Nothing new starts.
+    pub(super) is_wanted: bool,
+    /// The steps that have started and not ended.
+    pub(super) running: usize,
 }
 
 /// Objects that are, or will be, superfluous.
@@ -102,6 +116,14 @@ impl State {
         self.wakers.drain(..).for_each(Waker::wake);
     }
 
+    /// A step of the work in the background has ended.
+    pub(super) fn ended(&mut self) {
+        self.pause.running -= 1;
+        if self.pause.is_wanted {
+            self.changed();
+        }
+    }
+
     /// Returns the reason why the volume cannot continue, if there is one.
     pub(super) fn check(&self) -> Result<(), Failure> {
         self.failure.clone().map_or(Ok(()), Err)
@@ -122,10 +144,31 @@ impl Shared {
             usage,
             garbage: Garbage::default(),
             checkpoints: Checkpoints::default(),
+            applied_size: size,
+            pause: Pause::default(),
             failure: None,
             wakers: Vec::new(),
         };
+        let size = AtomicU64::new(size);
         Self { access, config, epoch, page_bytes, size, state: Mutex::new(state) }
+    }
+
+    /// The size in bytes.
+    pub(super) fn size(&self) -> u64 {
+        self.size.load(Ordering::Acquire)
+    }
+
+    /// Lets requests use the volume up to `size`, if it is larger than before.
+    ///
+    /// # Errors
+    /// Returns an error if the map cannot have that many pages.
+    pub(super) fn extend(&self, state: &mut State, size: u64) -> Result<(), Failure> {
+        if size.div_ceil(self.page_bytes) > MAX_MAP_PAGES {
+            return Err(Failure::Invalid("the size is too large for the pages of the map"));
+        }
+        state.map.extend(size.div_ceil(self.page_bytes));
+        self.size.fetch_max(size, Ordering::AcqRel);
+        Ok(())
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {

@@ -58,10 +58,8 @@ pub(super) struct Table {
 
 impl Table {
     /// Makes a table from the root in a checkpoint. `leaves` is the number of map pages of the volume.
-    pub(super) fn new(mut root: Vec<Option<PageId>>, leaves: u64, max_bytes: usize) -> Self {
-        let length = usize::try_from(leaves.div_ceil(MAX_CHILDREN as u64)).unwrap_or(usize::MAX);
-        root.resize(length, None);
-        Self {
+    pub(super) fn new(root: Vec<Option<PageId>>, leaves: u64, max_bytes: usize) -> Self {
+        let mut table = Self {
             root,
             pages: BTreeMap::new(),
             evictable: BTreeMap::new(),
@@ -69,7 +67,15 @@ impl Table {
             bytes: 0,
             dirty_bytes: 0,
             max_bytes,
-        }
+        };
+        table.extend(leaves);
+        table
+    }
+
+    /// Makes room for a volume with this number of map pages.
+    pub(super) fn extend(&mut self, leaves: u64) {
+        let length = usize::try_from(leaves.div_ceil(MAX_CHILDREN as u64)).unwrap_or(usize::MAX);
+        self.root.resize(length.max(self.root.len()), None);
     }
 
     /// The memory of all pages in bytes.

@@ -111,6 +111,11 @@ impl Tail {
         self.append(Record::Move(Extent::of(offset, data), from), data);
     }
 
+    /// Appends a change of the volume's size.
+    pub(super) fn resize(&mut self, size: u64) {
+        self.append(Record::Resize(size), &[]);
+    }
+
     /// Appends a record without data.
     pub(super) fn append_base(&mut self, base: Position) {
         self.append(Record::Base(base), &[]);
@@ -181,6 +186,29 @@ impl Tail {
             rest.push(at..end);
         }
         rest
+    }
+
+    /// Splits a range by what the tail has: data, zeroes, or nothing.
+    pub(super) fn cover_of(&self, range: Range<u64>) -> Vec<(Range<u64>, Option<bool>)> {
+        let mut parts = Vec::new();
+        let mut at = range.start;
+        for (begin, covered) in self.overlapping(range.clone()) {
+            let part = range.start.max(begin)..range.end.min(covered.end);
+            if part.start > at {
+                parts.push((at..part.start, None));
+            }
+            at = part.end;
+            parts.push((part, Some(covered.at.is_some())));
+        }
+        if at < range.end {
+            parts.push((at..range.end, None));
+        }
+        parts
+    }
+
+    /// Whether no put of a slot is in progress or due.
+    pub(super) fn is_quiet(&self) -> bool {
+        !self.flush_wanted && self.slots.iter().all(|slot| slot.sending == Sending::Durable)
     }
 
     fn append(&mut self, record: Record, data: &[u8]) {

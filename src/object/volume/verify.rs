@@ -13,7 +13,7 @@ impl Shared {
     /// Returns an error if they differ, or if a page of the map cannot be read.
     pub(super) async fn check_accounting(&self) -> Result<(), Failure> {
         let mut found = BTreeMap::<Position, u32>::new();
-        for number in 0..self.size.div_ceil(self.page_bytes) {
+        for number in 0..self.size().div_ceil(self.page_bytes) {
             let entries = self
                 .with_map(|state| {
                     Ok(state.map.leaf(number)?.map_or(Vec::new(), |page| page.entries().to_vec()))

@@ -1,0 +1,146 @@
+//! A volume that is not open: its claims, its end, and a look at its content.
+
+use std::sync::Arc;
+
+use super::access::{Access, Failure, Put};
+use super::opening::{self, Kept};
+use super::{Config, Volume, recover};
+use crate::codec::{Claim, Description, MAX_OWNER_BYTES, Release};
+use crate::name::{Name, Nonce};
+use crate::store::Store;
+
+/// How often a look at a volume begins again because its writer has deleted what the look was about to read.
+const MAX_LOOKS: u32 = 8;
+
+/// The place of a volume in a store. It has a nonce, so it can be the opener of one epoch.
+#[derive(Clone)]
+pub struct Place {
+    access: Access,
+    description: Description,
+}
+
+/// The newest epoch of a volume, and who has claimed it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Newest {
+    /// The epoch; 0 if the volume was never claimed.
+    pub epoch: u64,
+    /// The text of the claim; `None` if there is no claim.
+    pub owner: Option<String>,
+    /// Whether the claimant has stated that it has stopped.
+    pub is_released: bool,
+}
+
+impl Place {
+    /// Finds a volume. `nonce` is random and was never used before.
+    ///
+    /// # Errors
+    /// Returns `Lost(Description)` if there is no volume, and another error if its description is damaged or if
+    /// the store fails.
+    pub async fn find(store: Arc<dyn Store>, nonce: Nonce) -> Result<Self, Failure> {
+        let unknown = Access::new(Arc::clone(&store), crate::name::VolumeId([0; 16]), nonce);
+        let found = unknown.decode(Name::Description, Description::decode).await?;
+        let description = found.ok_or(Failure::Lost(Name::Description))?;
+        Ok(Self { access: Access::new(store, description.volume, nonce), description })
+    }
+
+    /// What never changes of the volume.
+    pub fn description(&self) -> &Description {
+        &self.description
+    }
+
+    /// Returns the newest epoch, and who has claimed it.
+    ///
+    /// # Errors
+    /// Returns an error if the store fails, or if an object is damaged.
+    pub async fn newest(&self) -> Result<Newest, Failure> {
+        let epoch = opening::newest_epoch(&self.access).await?;
+        let identity = self.access.identity(epoch, 0);
+        let decode = |bytes: &[u8]| Claim::decode(identity, bytes);
+        let claim = self.access.decode(Name::Claim(epoch), decode).await?;
+        let decode = |bytes: &[u8]| Release::decode(identity, bytes);
+        let release = self.access.decode(Name::Release(epoch), decode).await?;
+        // Only the claimant can say that it has stopped.
+        let by = |release: Release| claim.as_ref().is_some_and(|c| c.nonce == release.nonce);
+        Ok(Newest {
+            epoch,
+            is_released: release.is_some_and(by),
+            owner: claim.as_ref().map(|claim| claim.owner.clone()),
+        })
+    }
+
+    /// Claims an epoch, which must follow the newest one. Returns false if another opener has claimed it.
+    ///
+    /// # Errors
+    /// Returns an error if the text is too long, or if the store fails.
+    pub async fn claim(&self, epoch: u64, owner: &str) -> Result<bool, Failure> {
+        if owner.len() > MAX_OWNER_BYTES {
+            return Err(Failure::Invalid("the text of the claim is too long"));
+        }
+        opening::claim(&self.access, epoch, owner).await
+    }
+
+    /// Claims the next epoch, whoever has the newest one.
+    pub(super) async fn claim_next(&self, owner: &str) -> Result<u64, Failure> {
+        opening::claim_next(&self.access, owner).await
+    }
+
+    /// Opens the volume in an epoch that this opener has claimed: fences the writer that has it, and recovers what
+    /// that one has written.
+    ///
+    /// # Errors
+    /// Returns [`Failure::Fenced`] if another opener has claimed a later epoch, and another error if the volume is
+    /// damaged, or if the store fails.
+    pub async fn open(&self, epoch: u64, mut config: Config) -> Result<Volume, Failure> {
+        config.clamp();
+        let opened = opening::take_over(&self.access, epoch).await?;
+        match recover(self.access.clone(), config, &self.description, opened).await {
+            Err(failure)
+                if opening::is_missing(&failure)
+                    && opening::is_superseded(&self.access, epoch).await? =>
+            {
+                Err(Failure::Fenced)
+            }
+            other => other,
+        }
+    }
+
+    /// Fences every writer of an earlier epoch than the one that this opener has claimed. Does not open the volume.
+    ///
+    /// # Errors
+    /// Returns an error if the store fails, or if an object is lost or damaged.
+    pub async fn end_earlier(&self, epoch: u64) -> Result<(), Failure> {
+        opening::end_earlier(&self.access, epoch, &mut Kept::default()).await.map(|_| ())
+    }
+
+    /// States that this opener has stopped, in the epoch that it has claimed. Its volume must not be used any more.
+    ///
+    /// # Errors
+    /// Returns an error if the store fails.
+    pub async fn release(&self, epoch: u64) -> Result<(), Failure> {
+        let release =
+            Release { identity: self.access.identity(epoch, 0), nonce: self.access.nonce };
+        match self.access.put_soon(Name::Release(epoch), &release.encode()).await? {
+            Put::Own => Ok(()),
+            Put::Foreign => Err(Failure::Fenced),
+        }
+    }
+
+    /// Returns the content of the volume as it is now, to read it. The writer continues; what it overwrites stays
+    /// readable until it collects the objects, and reads then return [`Failure::Lost`]. Must not be run, written or
+    /// flushed.
+    ///
+    /// # Errors
+    /// Returns an error if the volume is damaged, or if the store fails.
+    pub async fn view(&self, mut config: Config) -> Result<Volume, Failure> {
+        config.clamp();
+        let mut looks = 0;
+        loop {
+            let opened = opening::observe(&self.access).await?;
+            let access = self.access.clone();
+            match recover(access, config.clone(), &self.description, opened).await {
+                Err(failure) if opening::is_missing(&failure) && looks < MAX_LOOKS => looks += 1,
+                other => return other,
+            }
+        }
+    }
+}
