@@ -46,7 +46,7 @@ pub use registry::{Registry, Unavailable};
 pub use secret::Credentials;
 pub use spec::store;
 pub use spec::{
-    Backend, Confinement, Nested, OpenOptions, StoreParser, StoreSpec, Stored, VolumeSpec,
+    Backend, Confinement, Nested, Network, OpenOptions, StoreParser, StoreSpec, Stored, VolumeSpec,
 };
 pub use waker::Waker;
 

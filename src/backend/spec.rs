@@ -279,7 +279,23 @@ pub enum Confinement {
         /// Files that will be read, and directories whose files will be read, as they are before the
         /// confinement: the process gets copies in memory, at the same paths.
         copies: Vec<PathBuf>,
-        /// Whether AF_INET, AF_INET6 and AF_UNIX sockets will be needed.
-        network: bool,
+        /// Directories in which files and directories will be made, written, linked and removed. Every user must be
+        /// allowed to do that in them; a directory above, which the process does not see, keeps other users away.
+        writable: Vec<PathBuf>,
+        /// The sockets that will be needed.
+        network: Network,
     },
+}
+
+/// The network that a confined process can use.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Network {
+    /// None.
+    #[default]
+    None,
+    /// TCP connections to these ports of any address, and UDP, to resolve names. Kernels before 6.7 do not enforce
+    /// the ports.
+    Ports(Vec<u16>),
+    /// Every socket of AF_INET and AF_INET6.
+    Any,
 }

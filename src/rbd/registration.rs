@@ -10,8 +10,8 @@ use cleat_backend::fence::Fence;
 use cleat_backend::store::Store;
 use cleat_backend::uri::{Options, invalid};
 use cleat_backend::{
-    Backend, Confinement, CredentialFile, CredentialSet, HandoverFiles, Image, Nested, OpenOptions,
-    StoreParser, StoreSpec, Stored, VolumeSpec,
+    Backend, Confinement, CredentialFile, CredentialSet, HandoverFiles, Image, Nested, Network,
+    OpenOptions, StoreParser, StoreSpec, Stored, VolumeSpec,
 };
 use cleat_core::error::Result;
 use cleat_grants::storage::Fencing;
@@ -119,7 +119,12 @@ impl VolumeSpec for RbdSpec {
     }
 
     fn confinement(&self) -> Confinement {
-        Confinement::BeforeOpen { paths: paths(self), copies: copies(self), network: true }
+        Confinement::BeforeOpen {
+            paths: paths(self),
+            copies: copies(self),
+            writable: Vec::new(),
+            network: Network::Any,
+        }
     }
 
     fn extra_open_time(&self) -> Duration {

@@ -22,8 +22,8 @@
 //! ([`Isolation::allow_missing`]). Without root, the process makes a user namespace for the other namespaces.
 //!
 //! What remains: memory, threads, time, io_uring, and reads, writes, sizes and holes of open files. A backend
-//! whose library starts threads when it opens a volume is confined before that, with the paths that it will
-//! read and, if it declares so, with sockets of AF_INET and AF_INET6; never with AF_UNIX, whose abstract sockets
+//! that starts threads when it opens a volume is confined before that, with the paths that it will read, the
+//! directories in which it will write and, if it declares so, with sockets of AF_INET and AF_INET6; never with AF_UNIX, whose abstract sockets
 //! belong to the network, nor with AF_NETLINK.
 
 mod filter;
@@ -35,12 +35,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use landlock::{
-    ABI, Access, AccessFs, AccessNet, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetStatus,
-    Scope, path_beneath_rules,
+    ABI, Access, AccessFs, AccessNet, BitFlags, NetPort, Ruleset, RulesetAttr, RulesetCreatedAttr,
+    RulesetError, RulesetStatus, Scope, path_beneath_rules,
 };
 use nix::sched::{CloneFlags, setns, unshare};
 
-use cleat_backend::Confinement;
+use cleat_backend::{Confinement, Network};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_worker_protocol::isolation::{Isolation, layer};
 
@@ -51,8 +51,17 @@ pub struct Needs {
     pub paths: Vec<PathBuf>,
     /// Files, and directories with files, of which the worker gets copies in memory at the same paths.
     pub copies: Vec<PathBuf>,
-    /// Whether the worker may use sockets.
-    pub network: bool,
+    /// Directories that the worker sees as they are, and in which it may make, write, link and remove files and
+    /// directories.
+    pub writable: Vec<PathBuf>,
+    /// The sockets that the worker may use.
+    pub network: Network,
+}
+
+impl Needs {
+    fn has_network(&self) -> bool {
+        self.network != Network::None
+    }
 }
 
 /// The result of the confinement.
@@ -68,9 +77,12 @@ impl From<&Confinement> for Needs {
     fn from(confinement: &Confinement) -> Self {
         match confinement {
             Confinement::AfterOpen => Self::default(),
-            Confinement::BeforeOpen { paths, copies, network } => {
-                Self { paths: paths.clone(), copies: copies.clone(), network: *network }
-            }
+            Confinement::BeforeOpen { paths, copies, writable, network } => Self {
+                paths: paths.clone(),
+                copies: copies.clone(),
+                writable: writable.clone(),
+                network: network.clone(),
+            },
         }
     }
 }
@@ -99,7 +111,7 @@ fn apply_layers(needs: &Needs, isolation: &Isolation) -> Report {
     };
     apply(layer::SINGLE_THREAD, single_thread());
     let privileged = user::enter_user_namespace_if_unprivileged();
-    if !needs.network {
+    if !needs.has_network() {
         apply(layer::EMPTY_NETWORK, leave_network());
     } else if privileged && let Err(reason) = leave_network_for_a_moment() {
         apply(layer::EMPTY_NETWORK, Err(reason));
@@ -177,14 +189,27 @@ fn restrict_files(needs: &Needs) -> Result<(), String> {
         .handle_access(AccessFs::from_all(newest))
         .and_then(|ruleset| ruleset.scope(Scope::from_all(newest)))
         .map_err(text)?;
-    if !needs.network {
-        ruleset = ruleset.handle_access(AccessNet::from_all(newest)).map_err(text)?;
-    }
+    let ports: &[u16] = match &needs.network {
+        Network::Any => &[],
+        Network::None => {
+            ruleset = ruleset.handle_access(AccessNet::from_all(newest)).map_err(text)?;
+            &[]
+        }
+        Network::Ports(ports) => {
+            ruleset = ruleset.handle_access(AccessNet::from_all(newest)).map_err(text)?;
+            ports
+        }
+    };
+    let port = |port: &u16| Ok::<_, RulesetError>(NetPort::new(*port, AccessNet::ConnectTcp));
+    let ports = ports.iter().map(port);
     let readable = needs.paths.iter().chain(&needs.copies);
     let readable = path_beneath_rules(readable, AccessFs::from_read(newest));
+    let writable = path_beneath_rules(&needs.writable, writing());
     let status = ruleset
         .create()
         .and_then(|created| created.add_rules(readable))
+        .and_then(|created| created.add_rules(writable))
+        .and_then(|created| created.add_rules(ports))
         .and_then(landlock::RulesetCreated::restrict_self)
         .map_err(text)?;
     match status.ruleset {
@@ -193,6 +218,19 @@ fn restrict_files(needs: &Needs) -> Result<(), String> {
         RulesetStatus::FullyEnforced | RulesetStatus::PartiallyEnforced => Ok(()),
         RulesetStatus::NotEnforced => Err("this kernel has no Landlock (5.13) enabled".into()),
     }
+}
+
+/// What a worker may do below a writable directory: no devices, sockets or symbolic links, and no execution.
+fn writing() -> BitFlags<AccessFs> {
+    AccessFs::ReadFile
+        | AccessFs::ReadDir
+        | AccessFs::WriteFile
+        | AccessFs::Truncate
+        | AccessFs::MakeReg
+        | AccessFs::MakeDir
+        | AccessFs::RemoveFile
+        | AccessFs::RemoveDir
+        | AccessFs::Refer
 }
 
 fn text(error: impl std::fmt::Display) -> String {

@@ -11,8 +11,8 @@ use cleat_backend::fence::{Client, Fence, Target};
 use cleat_backend::uri::{Options, Size, invalid, parse_size};
 use cleat_backend::{
     Backend, Completer, Confinement, CredentialFile, CredentialSet, HandoverFiles, Image,
-    ImageQueue, Nested, OpenOptions, Outcome, Registry, RenewCredentials, RequestId, Started,
-    VolumeIdentity, VolumeSpec,
+    ImageQueue, Nested, Network, OpenOptions, Outcome, Registry, RenewCredentials, RequestId,
+    Started, VolumeIdentity, VolumeSpec,
 };
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::request::{IoError, Op, Request};
@@ -85,7 +85,8 @@ impl VolumeSpec for ToySpec {
         Confinement::BeforeOpen {
             paths: vec!["/dev/null".into()],
             copies: Vec::new(),
-            network: false,
+            writable: Vec::new(),
+            network: Network::None,
         }
     }
 

@@ -81,13 +81,21 @@ fn rules(needs: &Needs) -> Backend<Rules> {
     rules.insert(libc::SYS_prlimit64, vec![SeccompRule::new(vec![own, read])?]);
     // abort() sends a signal to its own process; tgkill must not name another one.
     rules.insert(libc::SYS_tgkill, vec![when(0, is(std::process::id().into()))?]);
-    if !needs.paths.is_empty() || !needs.copies.is_empty() {
+    let has_paths = [&needs.paths, &needs.copies, &needs.writable].iter().any(|p| !p.is_empty());
+    if has_paths {
         rules.extend(PATHS.iter().map(|call| (*call, Vec::new())));
     }
-    if needs.network {
-        // Only signal 0, which checks whether a process exists and sends nothing: the claims on images name
+    if !needs.writable.is_empty() {
+        rules.extend(WRITABLE.iter().map(|call| (*call, Vec::new())));
+        #[cfg(target_arch = "x86_64")]
+        rules.extend(WRITABLE_X86_64.iter().map(|call| (*call, Vec::new())));
+    }
+    if needs.has_network() || !needs.writable.is_empty() {
+        // Only signal 0, which checks whether a process exists and sends nothing: the claims on volumes name
         // processes.
         rules.insert(libc::SYS_kill, vec![when(1, is(0))?]);
+    }
+    if needs.has_network() {
         rules.extend(NETWORK.iter().map(|call| (*call, Vec::new())));
         // Not AF_UNIX: its abstract sockets belong to the network. Nothing needs it: the C library does without
         // the name service cache, and librados without an admin socket.
@@ -236,6 +244,21 @@ const PATHS: &[c_long] = &[
     libc::SYS_fstatfs,
     libc::SYS_flock,
 ];
+
+/// For backends that keep a volume in a directory. Landlock restricts in which one.
+const WRITABLE: &[c_long] = &[
+    libc::SYS_openat2,
+    libc::SYS_renameat2,
+    libc::SYS_pread64,
+    libc::SYS_mkdirat,
+    libc::SYS_linkat,
+    libc::SYS_unlinkat,
+    // The mode of a directory that it has made.
+    libc::SYS_fchmod,
+];
+
+#[cfg(target_arch = "x86_64")]
+const WRITABLE_X86_64: &[c_long] = &[libc::SYS_mkdir, libc::SYS_rmdir, libc::SYS_unlink];
 
 /// For backends that use a network. Librados wakes its own threads through pipes.
 const NETWORK: &[c_long] =

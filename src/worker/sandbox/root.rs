@@ -48,7 +48,8 @@ enum Entry {
 /// Moves this process into a new root directory, with the files that `needs` names.
 pub(super) fn enter(needs: &Needs) -> Result<(), String> {
     let entries = entries(needs);
-    let shown: Vec<_> = needs.paths.iter().filter_map(|path| fs::canonicalize(path).ok()).collect();
+    let shown = needs.paths.iter().chain(&needs.writable);
+    let shown: Vec<_> = shown.filter_map(|path| fs::canonicalize(path).ok()).collect();
     unshare(CloneFlags::CLONE_NEWNS).map_err(|e| format!("no mount namespace: {e}"))?;
     make_private().map_err(|error| format!("cannot make mounts private: {error}"))?;
     let before = umask(Mode::empty());
@@ -94,14 +95,17 @@ fn build(needs: &Needs, entries: Vec<Entry>, shown: &[PathBuf]) -> io::Result<()
         }
     }
     for path in &needs.paths {
-        show(path)?;
+        show(path, MsFlags::MS_RDONLY)?;
+    }
+    for path in &needs.writable {
+        show(path, MsFlags::empty())?;
     }
     Ok(())
 }
 
-/// Lets `path` appear in the new root, read-only. A symbolic link appears with what it leads to: libcryptsetup opens
-/// its files by the number of the process, which /proc/self leads to.
-fn show(path: &Path) -> io::Result<()> {
+/// Lets `path` appear in the new root, with `access` as a flag of the mount. A symbolic link appears with what it leads
+/// to: libcryptsetup opens its files by the number of the process, which /proc/self leads to.
+fn show(path: &Path, access: MsFlags) -> io::Result<()> {
     let real = match fs::canonicalize(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         other => other?,
@@ -118,7 +122,7 @@ fn show(path: &Path) -> io::Result<()> {
         drop(create(path)?);
     }
     mount(Some(path), target, NONE, MsFlags::MS_BIND, NONE)?;
-    let mut flags = MsFlags::MS_REMOUNT | MsFlags::MS_BIND | MsFlags::MS_RDONLY | harmless();
+    let mut flags = MsFlags::MS_REMOUNT | MsFlags::MS_BIND | access | harmless();
     if metadata.file_type().is_char_device() {
         flags -= MsFlags::MS_NODEV;
     }

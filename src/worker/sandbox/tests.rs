@@ -197,7 +197,8 @@ fn a_process_with_needs_gets_only_these() {
     let needs = Needs {
         paths: vec!["/dev/null".into(), "/proc/self".into()],
         copies: vec![config.clone(), directory.join("files")],
-        network: true,
+        network: Network::Any,
+        ..Needs::default()
     };
     let applied = confined(&needs);
 
@@ -223,6 +224,55 @@ fn a_process_with_needs_gets_only_these() {
         assert_eq!(other.err(), Some(nix::Error::EPERM), "{family:?}");
     }
     assert!(Command::new("/bin/true").status().is_err());
+}
+
+#[test]
+fn a_writable_directory_and_a_port_are_open_and_their_surroundings_are_not() {
+    if in_a_process_of_its_own(
+        "a_writable_directory_and_a_port_are_open_and_their_surroundings_are_not",
+    ) {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap().keep();
+    let (open, beside) = (directory.join("open"), directory.join("beside"));
+    for path in [&open, &beside] {
+        std::fs::create_dir(path).unwrap();
+        let everyone = std::os::unix::fs::PermissionsExt::from_mode(0o777);
+        std::fs::set_permissions(path, everyone).unwrap();
+    }
+    assert!(!directory.join("missing").exists());
+    let [listener, other] = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
+    let needs = Needs {
+        writable: vec![open.clone()],
+        network: Network::Ports(vec![listener.local_addr().unwrap().port()]),
+        ..Needs::default()
+    };
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+    let applied = confined(&needs);
+
+    std::fs::create_dir(open.join("a")).unwrap();
+    std::fs::write(open.join("file"), b"content").unwrap();
+    std::fs::hard_link(open.join("file"), open.join("a/link")).unwrap();
+    File::open(open.join("a")).unwrap().sync_all().unwrap();
+    std::fs::remove_file(open.join("file")).unwrap();
+    assert_eq!(std::fs::read(open.join("a/link")).unwrap(), b"content");
+    assert_eq!(std::fs::read_dir(&open).unwrap().count(), 1);
+    assert!(std::os::unix::fs::symlink("/", open.join("root")).is_err());
+    assert!(Command::new(open.join("a/link")).status().is_err());
+    if applied.contains(&layer::EMPTY_ROOT) || applied.contains(&layer::LANDLOCK) {
+        assert!(std::fs::write(beside.join("file"), b"content").is_err());
+        assert!(std::fs::create_dir(directory.join("c")).is_err());
+    }
+    std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    if applied.contains(&layer::LANDLOCK) {
+        let refused = std::net::TcpStream::connect(other.local_addr().unwrap()).err();
+        let refused = refused.and_then(|error| error.raw_os_error());
+        // Landlock knows TCP since Linux 6.7.
+        let mut version = release.split('.').map_while(|part| part.parse::<u32>().ok());
+        if (version.next(), version.next()) >= (Some(6), Some(7)) {
+            assert_eq!(refused, Some(libc::EACCES));
+        }
+    }
 }
 
 /// What a worker must not reach: all of it belongs to this process, or is its parent.
