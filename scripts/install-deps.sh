@@ -41,6 +41,7 @@ test  python3                 test scripts
 test  python3-libnbd          nbdsh's library
 test  qemu-block-extra        qemu's rbd driver
 test  qemu-utils              qemu-nbd, qemu-io, qemu-img: peers
+test  radosgw                 the test cluster's object store, with the S3 API
 test  shellcheck              checks the shell scripts
 test  systemd                 systemd-analyze verify
 test  udev                    udevadm verify

@@ -15,11 +15,16 @@ pub const POOL: &str = "volumes";
 /// The client that may use [`POOL`] with `profile rbd`, and no other pool.
 pub const ID: &str = "volumes";
 
+/// The bucket of the gateway.
+pub const BUCKET: &str = "volumes";
+
 /// A running cluster.
 #[derive(Debug)]
 pub struct Cluster {
     directory: PathBuf,
     script: Mutex<Script>,
+    /// Whether the gateway was started.
+    gateway: Mutex<bool>,
 }
 
 #[derive(Debug)]
@@ -108,7 +113,7 @@ impl Cluster {
             panic!("the test cluster did not start: {first}");
         };
         assert_eq!(script.line(), "ready");
-        Self { directory: directory.into(), script: Mutex::new(script) }
+        Self { directory: directory.into(), script: Mutex::new(script), gateway: Mutex::new(false) }
     }
 
     /// The cluster's configuration file.
@@ -121,8 +126,20 @@ impl Cluster {
         self.directory.join(format!("{id}.keyring"))
     }
 
-    /// Sends a command for a daemon: `stop osd`, `kill mon`, `start mon`, `pause osd`, `resume osd`, or
-    /// `start mgr`. Quotas need the manager.
+    /// Returns the address `HOST:PORT` of a gateway with the S3 API, which is started at the first call, and the path
+    /// of the file with its keys. It has the bucket [`BUCKET`].
+    pub fn s3(&self) -> (String, PathBuf) {
+        let mut started = self.gateway.lock().unwrap_or_else(PoisonError::into_inner);
+        if !*started {
+            self.tell("start rgw");
+            *started = true;
+        }
+        let endpoint = std::fs::read_to_string(self.directory.join("s3.endpoint"));
+        (endpoint.expect("the script has written it"), self.directory.join("s3.credentials"))
+    }
+
+    /// Sends a command for a daemon: `stop osd`, `kill mon`, `start mon`, `pause osd`, `resume osd`,
+    /// `start mgr`, or `start rgw`. Quotas need the manager.
     pub fn tell(&self, command: &str) {
         let mut script = self.script.lock().unwrap_or_else(PoisonError::into_inner);
         let commands = script.commands.as_mut().expect("the script was not asked to stop");
