@@ -9,6 +9,8 @@ pub static REGISTRY: Registry = Registry::new(&[
     cleat_backend::mem::BACKEND,
     cleat_backend::file::BACKEND,
     cleat_rbd::BACKEND,
+    cleat_object_backend::DIRECTORY,
+    cleat_object_backend::S3,
     #[cfg(feature = "fault")]
     cleat_backend::fault::BACKEND,
     #[cfg(not(feature = "fault"))]
@@ -17,10 +19,8 @@ pub static REGISTRY: Registry = Registry::new(&[
         message: "are for tests, and this binary was built without them",
         repair: "build it with `cargo build --features fault`",
     },
-    &planned("s3"),
     &planned("gs"),
     &planned("az"),
-    &planned("dir"),
 ]);
 
 /// Parses the URI of a volume, for the command line.
@@ -43,7 +43,7 @@ const fn planned(scheme: &'static str) -> Unavailable {
     Unavailable {
         scheme,
         message: "are not supported by this version of cleat",
-        repair: "use file:, rbd: or mem:",
+        repair: "use s3:, dir:, file:, rbd: or mem:",
     }
 }
 
@@ -55,9 +55,9 @@ mod tests {
 
     #[test]
     fn a_planned_scheme_is_refused_with_the_reason() {
-        let error = volume("s3://b/p").expect_err("not supported");
+        let error = volume("gs://b/p").expect_err("not supported");
         assert_eq!(error.kind(), ErrorKind::Unsupported);
-        assert!(error.message().contains("s3:"), "{error}");
+        assert!(error.message().contains("gs:"), "{error}");
         assert!(error.repair().unwrap_or("").contains("file:"), "{error}");
     }
 

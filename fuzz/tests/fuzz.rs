@@ -47,7 +47,8 @@ smoke!(
     journal_record,
     worker_messages,
     claim_record,
-    object_headers
+    object_headers,
+    http_response
 );
 
 fn smoke(target: &str) {

@@ -52,15 +52,18 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(super) struct Map {
-    /// The volume: file:/path, rbd:pool/image or mem:SIZE; options after `?` as key=value&key=value
+    /// The volume: file:/path, dir:/directory/volume, rbd:pool/image, s3://bucket/volume or mem:SIZE; options
+    /// after `?` as key=value&key=value
     ///
     /// file:/path is a raw file or a block device. Its options are direct=true (bypass the page cache) and
     /// create=SIZE (create the file, sparse, if it is missing or empty when it is mapped).
     /// rbd:pool[/namespace]/image[@snapshot] is an RBD image of Ceph. Its options are id=NAME,
     /// keyring=PATH, conf=PATH, encryption=luks2|luks1|luks with passphrase_file=PATH, trim=false,
     /// config.OPTION=VALUE (an option of Ceph), and lock=shared (several clients write at the same time and
-    /// none is fenced; this destroys file systems that are not made for it). mem:SIZE keeps the volume in
-    /// memory; its data is lost when it is unmapped. Write `?` and `%` in a path as %3F and %25.
+    /// none is fenced; this destroys file systems that are not made for it). dir:/directory/volume is a log of
+    /// objects in a local directory, and s3://bucket/[prefix/]volume one in an object store with the S3 API, with
+    /// the options endpoint=http://HOST:PORT, credentials_file=PATH and region=NAME; `cleat volume create`
+    /// creates both. mem:SIZE keeps the volume in memory; its data is lost when it is unmapped. Write `?` and `%` in a path as %3F and %25.
     uri: String,
     /// The mapping's name, unique on this node [default: derived from the URI]
     ///

@@ -43,7 +43,7 @@ Examples:
 /// Create, list, resize, clone and remove volumes and their snapshots
 ///
 /// Works directly on the storage with the rights of the calling user, like `rbd`; the daemon is not
-/// needed. Supports RBD images and, with fewer operations, files. Repeating a command is safe: if nothing
+/// needed. Supports RBD images and, with fewer operations, volumes of objects and files. Repeating a command is safe: if nothing
 /// has to be changed, the command succeeds and reports it.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
@@ -94,7 +94,7 @@ pub(super) fn run(globals: &Globals, args: Volume) -> Result<u8> {
 /// The option of commands that remove data which other clients may use.
 #[derive(Debug, clap::Args)]
 struct TakeOverArgs {
-    /// Fence the client that has claimed the volume (rbd:), permanently, instead of refusing
+    /// Fence the client that has claimed the volume (rbd:, dir:, s3:), permanently, instead of refusing
     ///
     /// Data that this client has not yet written is lost, and file systems on its device fail. Needed only
     /// if the volume cannot be unmapped there and the client is not known to have ended.

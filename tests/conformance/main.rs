@@ -16,6 +16,7 @@ mod files;
 mod grants;
 mod identity;
 mod model;
+mod objects;
 mod parity;
 mod places;
 mod rbd;
@@ -115,6 +116,8 @@ suite! {
     rbd_plain: Place::rbd(22, "");
     // Long ranges cover many objects.
     rbd_small_objects: Place::rbd(14, "");
+    objects_in_a_directory: Place::objects();
+    objects_in_s3: Place::s3();
 }
 
 #[cfg(feature = "fault")]

@@ -6,10 +6,11 @@ use std::process::Command;
 use std::sync::Arc;
 
 use cleat::backends::REGISTRY;
+use cleat_backend::store::{Layout, Page, Removal};
 use cleat_backend::uri::VolumeUri;
 use librbd::{Cluster, Config, NewImage, Pool};
 use tempfile::TempDir;
-use test_kit::ceph::{Cluster as TestCluster, ID, POOL, shared};
+use test_kit::ceph::{BUCKET, Cluster as TestCluster, ID, POOL, shared};
 use test_kit::temp::on_disk;
 use test_kit::wait::wait_until;
 
@@ -33,6 +34,10 @@ enum Kind {
     /// RBD images with objects of 2^`order` bytes.
     Rbd {
         order: u8,
+    },
+    /// Volumes on an object store, or in a directory with the same layout.
+    Objects {
+        store: String,
     },
     Faulty(Box<Place>),
 }
@@ -64,6 +69,20 @@ impl Place {
         Self::new(Kind::Rbd { order }, on_disk(), options)
     }
 
+    /// Returns a source of volumes in a directory of their own.
+    pub fn objects() -> Self {
+        let mut place = Self::new(Kind::Mem, on_disk(), "");
+        place.kind = Kind::Objects { store: format!("dir:{}", place.directory.path().display()) };
+        place
+    }
+
+    /// Returns a source of volumes in the object store that all tests of the process share.
+    pub fn s3() -> Self {
+        let mut place = Self::new(Kind::Mem, on_disk(), "");
+        place.kind = Kind::Objects { store: s3_store(&place.name()) };
+        place
+    }
+
     #[cfg_attr(not(feature = "fault"), allow(dead_code))]
     pub fn faulty(inner: Self, options: &str) -> Self {
         Self::new(Kind::Faulty(Box::new(inner)), on_disk(), options)
@@ -76,6 +95,7 @@ impl Place {
             Kind::File => format!("file:{}", self.sparse(size)),
             Kind::Loop { sector } => format!("file:{}", self.attach(&self.sparse(size), *sector)),
             Kind::Rbd { order } => self.image(size, *order),
+            Kind::Objects { store } => make_objects(store, size),
             Kind::Faulty(inner) => format!("fault:{}", inner.uri(size)),
         };
         let separator = match (text.contains('?'), self.options.is_empty()) {
@@ -116,6 +136,10 @@ impl Place {
                 shared().rbd(&["rename", &image, &format!("{image}-old")]).unwrap();
                 self.image(SIZE, *order);
             }
+            Kind::Objects { store } => {
+                remove_objects(store);
+                make_objects(store, SIZE);
+            }
             Kind::Faulty(inner) => {
                 let wrapped = location.strip_prefix("fault:").unwrap();
                 inner.replace(&REGISTRY.volume(wrapped).unwrap());
@@ -151,6 +175,31 @@ impl Place {
         device
     }
 }
+
+/// Returns the URI of a part of the shared object store.
+pub fn s3_store(prefix: &str) -> String {
+    let (endpoint, credentials) = shared().s3();
+    let credentials = credentials.display();
+    format!("s3://{BUCKET}/{prefix}?endpoint=http://{endpoint}&credentials_file={credentials}")
+}
+
+/// Creates the volume `v` in a store of objects, and returns its URI.
+pub fn make_objects(store: &str, size: u64) -> String {
+    let store = REGISTRY.store(store).unwrap();
+    let made = store.connect().unwrap().create("v", size, &Layout::default());
+    assert!(made.unwrap_or_else(|error| panic!("{}", error.report())));
+    store.volume("v", None).unwrap().to_string()
+}
+
+fn remove_objects(store: &str) {
+    let store = REGISTRY.store(store).unwrap().connect().unwrap();
+    let removed = store.remove("v", Removal::Now, &mut |_, _| ControlFlow::Continue(()));
+    assert!(removed.unwrap_or_else(|error| panic!("{}", error.report())).changed);
+    assert!(store.list(&ALL).unwrap().volumes.is_empty());
+}
+
+/// The whole list of a store.
+const ALL: Page = Page { after: None, limit: 1000, details: true };
 
 /// Connects to the cluster as the client `id` and opens the pool.
 pub fn pool(cluster: &TestCluster, id: &str) -> Arc<Pool> {

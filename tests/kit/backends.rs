@@ -8,4 +8,6 @@ pub static REGISTRY: Registry = Registry::new(&[
     cleat_backend::file::BACKEND,
     cleat_backend::fault::BACKEND,
     cleat_rbd::BACKEND,
+    cleat_object_backend::DIRECTORY,
+    cleat_object_backend::S3,
 ]);

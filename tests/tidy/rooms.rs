@@ -21,6 +21,7 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("statistics", &["core", "sys"]),
     ("backend", &["core", "grants", "sys"]),
     ("rbd", &["backend", "core", "grants", "sys"]),
+    ("object-backend", &["backend", "core", "object", "sys"]),
     ("export", &["backend", "core", "nbd", "statistics", "sys"]),
     ("worker-protocol", &["backend", "core", "sys"]),
     (
@@ -36,15 +37,24 @@ const ROOMS: &[(&str, &[&str])] = &[
         &["api", "backend", "core", "kernel", "statistics", "sys", "telemetry", "worker-protocol"],
     ),
     ("csi", &["backend", "core", "csi-api", "filesystem", "kernel", "node", "statistics", "sys"]),
-    ("fuzz", &["backend", "core", "kernel", "nbd", "node", "object", "rbd", "worker"]),
+    (
+        "fuzz",
+        &["backend", "core", "kernel", "nbd", "node", "object", "object-backend", "rbd", "worker"],
+    ),
 ];
 
 /// Packages that a worker must not link: it has no async runtime, no control API and no Kubernetes client.
 const NOT_IN_A_WORKER: &[&str] = &["tokio", "tonic", "prost", "hyper", "kube", "clap", "udev"];
 
 /// Packages that the supervisor must not link: the data path runs only in workers.
-const NOT_IN_A_SUPERVISOR: &[&str] =
-    &["cleat-export", "cleat-nbd", "cleat-object", "cleat-worker", "cleat-rbd"];
+const NOT_IN_A_SUPERVISOR: &[&str] = &[
+    "cleat-export",
+    "cleat-nbd",
+    "cleat-object",
+    "cleat-object-backend",
+    "cleat-worker",
+    "cleat-rbd",
+];
 
 #[test]
 fn crates_have_only_the_permitted_dependencies_on_each_other() {

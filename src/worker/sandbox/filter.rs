@@ -48,7 +48,7 @@ fn rules(needs: &Needs) -> Backend<Rules> {
     rules.extend(X86_64.iter().map(|call| (*call, Vec::new())));
     // Only threads: no process and no namespace.
     rules.insert(libc::SYS_clone, vec![when(0, all_bits(libc::CLONE_THREAD as u64))?]);
-    rules.insert(libc::SYS_ioctl, IOCTLS.iter().map(|n| when(1, is(*n))).collect::<Backend<_>>()?);
+    let mut ioctls = vec![when(1, is(BLKGETSIZE64))?];
     rules.insert(
         libc::SYS_prctl,
         PRCTLS.iter().map(|n| when(0, is(n.unsigned_abs().into()))).collect::<Backend<_>>()?,
@@ -96,6 +96,7 @@ fn rules(needs: &Needs) -> Backend<Rules> {
         rules.insert(libc::SYS_kill, vec![when(1, is(0))?]);
     }
     if needs.has_network() {
+        ioctls.push(when(1, is(FIONBIO))?);
         rules.extend(NETWORK.iter().map(|call| (*call, Vec::new())));
         // Not AF_UNIX: its abstract sockets belong to the network. Nothing needs it: the C library does without
         // the name service cache, and librados without an admin socket.
@@ -103,6 +104,7 @@ fn rules(needs: &Needs) -> Backend<Rules> {
         let family = |family: &i32| when(0, is(family.unsigned_abs().into()));
         rules.insert(libc::SYS_socket, families.iter().map(family).collect::<Backend<_>>()?);
     }
+    rules.insert(libc::SYS_ioctl, ioctls);
     Ok(rules)
 }
 
@@ -127,8 +129,11 @@ fn all_bits(mask: u64) -> (SeccompCmpOp, u64) {
 /// <linux/io_uring.h>.
 const RING_REGISTRATIONS: [u64; 3] = [6, 12, 24];
 
-/// BLKGETSIZE64, for the new size of a device.
-const IOCTLS: [u64; 1] = [0x8008_1272];
+/// The new size of a device (<linux/fs.h>).
+const BLKGETSIZE64: u64 = 0x8008_1272;
+
+/// The standard library makes a socket non-blocking with it, to connect with a timeout (<asm-generic/ioctls.h>).
+const FIONBIO: u64 = 0x5421;
 
 /// What the standard library, the channels, memory files and librados do with descriptors.
 const FCNTLS: [i32; 8] = [

@@ -9,6 +9,7 @@ mod forced;
 mod full;
 mod metrics;
 mod names;
+mod objects;
 mod openmetrics;
 mod orphans;
 mod outages;

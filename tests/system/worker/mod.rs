@@ -6,6 +6,7 @@ mod fences;
 mod fight;
 mod lagging;
 mod limits;
+mod objects;
 mod quiesce;
 mod rbd;
 #[cfg(feature = "fault")]

@@ -1,0 +1,234 @@
+//! Decides whether a client may claim a volume: a pure function of the newest claim.
+//!
+//! A claim stands until its client has released it. The client of a claim that stands is fenced only by a mapping
+//! that is entitled to replace it, or on an explicit `--take-over`. A wrong decision cannot damage the volume: the
+//! earlier client is fenced before the later one writes. It can only stop a client that should have continued.
+
+use std::fmt;
+
+use cleat_backend::claimant::{Claimant, is_unique_name};
+
+use super::record::{Client, Seen};
+
+/// The purpose of a claim attempt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// Opening the volume.
+    Open,
+    /// A handover: the previous process has released its claim for this client, so no client may be fenced.
+    Handover,
+}
+
+/// The result of [`decide`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Decision {
+    /// The client may claim the volume.
+    Take,
+    /// This other client has a claim that stands.
+    Claimed(Client),
+    /// A client has a claim that this build does not know.
+    Unknown,
+    /// The mapping must not resume its device: data that its users have read may be outdated.
+    Lost(Lost),
+}
+
+/// Why a mapping must not resume its device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Lost {
+    /// This client of another mapping has claimed the volume since.
+    Claimed(Client),
+    /// The claim of the mapping is missing, or a later one that this build does not know exists.
+    NoClaim,
+}
+
+/// Prints the reason as the end of a sentence about the volume.
+impl fmt::Display for Lost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Claimed(client) => write!(f, "it was claimed by {}", client.describe()),
+            Self::NoClaim => f.write_str("its claim is missing"),
+        }
+    }
+}
+
+/// Decides whether `claimant` may claim the volume.
+pub(crate) fn decide(seen: &Seen, claimant: &Claimant, purpose: Purpose) -> Decision {
+    let is_handover = purpose == Purpose::Handover;
+    if claimant.resumes || is_handover {
+        match &seen.owner {
+            None => return Decision::Lost(Lost::NoClaim),
+            Some(owner) if owner.client.mapping_id != claimant.mapping_id => {
+                return Decision::Lost(Lost::Claimed(owner.client.clone()));
+            }
+            Some(_) => {}
+        }
+    }
+    if !seen.is_held() || claimant.take_over && !is_handover {
+        return Decision::Take;
+    }
+    match &seen.owner {
+        None => Decision::Unknown,
+        Some(owner) if !is_handover && may_replace(&owner.client, claimant) => Decision::Take,
+        Some(owner) => Decision::Claimed(owner.client.clone()),
+    }
+}
+
+/// Returns whether `claimant` is entitled to replace `client`. It is if the node of `client` was restarted. In the
+/// same boot it is if `client` is of the same mapping (the supervisor has proved the end of the previous process)
+/// or if the process of `client` has ended.
+fn may_replace(client: &Client, claimant: &Claimant) -> bool {
+    if client.boot_id.is_empty() || claimant.boot_id.is_empty() {
+        return false;
+    }
+    if client.boot_id != claimant.boot_id {
+        return is_same_node(client, claimant);
+    }
+    let same_mapping = client.mapping_id == claimant.mapping_id && !client.mapping_id.is_empty();
+    same_mapping
+        || client.process.is_some_and(|process| process.has_ended(claimant.process.as_ref()))
+}
+
+/// Two machines may have the same name, so the machine ids are compared if both are known.
+fn is_same_node(client: &Client, claimant: &Claimant) -> bool {
+    let (one, other) = (&client.machine, &claimant.machine);
+    let other_machine = !one.is_empty() && !other.is_empty() && one != other;
+    client.node == claimant.node && is_unique_name(&claimant.node) && !other_machine
+}
+
+#[cfg(test)]
+mod tests {
+    use cleat_backend::claimant::ProcessMark;
+
+    use super::*;
+    use crate::claim::record::{Owner, Use};
+
+    fn claimant(node: &str, boot: &str, mapping: &str) -> Claimant {
+        Claimant {
+            node: node.into(),
+            boot_id: boot.into(),
+            mapping_id: mapping.into(),
+            process: ProcessMark::own(),
+            ..Claimant::default()
+        }
+    }
+
+    const NEW: Seen = Seen { epoch: 0, owner: None, is_released: false };
+
+    fn claimed(by: &Claimant, usage: Use) -> Seen {
+        let owner = Owner::after(&NEW, by, usage, 7);
+        let owner = Owner::read(&owner.text().unwrap()).expect("it was written by this build");
+        Seen { epoch: owner.client.epoch, owner: Some(owner), is_released: false }
+    }
+
+    fn refused(seen: &Seen, claimant: &Claimant) -> bool {
+        matches!(decide(seen, claimant, Purpose::Open), Decision::Claimed(_))
+    }
+
+    #[test]
+    fn a_claim_that_stands_is_replaced_only_by_an_entitled_client() {
+        let me = claimant("n", "b", "m");
+        let seen = claimed(&me, Use::Serve);
+        assert_eq!(decide(&seen, &me, Purpose::Open), Decision::Take, "the same mapping");
+        let rebooted = claimant("n", "c", "x");
+        assert_eq!(decide(&seen, &rebooted, Purpose::Open), Decision::Take, "a restarted node");
+        let machine = |id: &str, of: &Claimant| Claimant { machine: id.into(), ..of.clone() };
+        let on_one = claimed(&machine("1", &me), Use::Serve);
+        assert!(refused(&on_one, &machine("2", &rebooted)), "another machine of the same name");
+        for other in [claimant("o", "c", "m"), claimant("n", "b", "x"), Claimant::default()] {
+            assert!(refused(&seen, &other), "{other:?}");
+            let forced = Claimant { take_over: true, ..other };
+            assert_eq!(decide(&seen, &forced, Purpose::Open), Decision::Take);
+        }
+        let ended = ProcessMark { pid: u32::MAX, ..ProcessMark::own().unwrap() };
+        let dead = claimed(&Claimant { process: Some(ended), ..me }, Use::Serve);
+        assert_eq!(decide(&dead, &claimant("n", "b", "x"), Purpose::Open), Decision::Take);
+        assert!(refused(&dead, &claimant("o", "c", "x")), "a process of another machine");
+    }
+
+    #[test]
+    fn generic_and_empty_names_prove_nothing() {
+        for name in ["localhost", "", "(none)"] {
+            let seen = claimed(&claimant(name, "b", "m"), Use::Serve);
+            assert!(refused(&seen, &claimant(name, "c", "x")), "{name}");
+        }
+        assert!(refused(&claimed(&Claimant::default(), Use::Serve), &Claimant::default()));
+    }
+
+    #[test]
+    fn a_free_volume_is_taken_by_any_client() {
+        let other = claimant("o", "c", "x");
+        assert_eq!(decide(&NEW, &other, Purpose::Open), Decision::Take);
+        let mut seen = claimed(&claimant("n", "b", "m"), Use::Serve);
+        seen.is_released = true;
+        assert_eq!(decide(&seen, &other, Purpose::Open), Decision::Take);
+        let fenced = claimed(&claimant("n", "b", "m"), Use::Fence);
+        assert_eq!(decide(&fenced, &other, Purpose::Open), Decision::Take);
+    }
+
+    #[test]
+    fn a_mapping_with_a_device_resumes_only_on_its_own_claim() {
+        let me = Claimant { resumes: true, ..claimant("n", "b", "m") };
+        let forced = Claimant { take_over: true, ..me.clone() };
+        for usage in [Use::Serve, Use::Fence] {
+            for is_released in [false, true] {
+                let other = Seen { is_released, ..claimed(&claimant("o", "c", "x"), usage) };
+                for claimant in [&me, &forced] {
+                    let decision = decide(&other, claimant, Purpose::Open);
+                    assert!(matches!(decision, Decision::Lost(Lost::Claimed(_))), "{decision:?}");
+                }
+                let own = Seen { is_released, ..claimed(&me, usage) };
+                assert_eq!(decide(&own, &me, Purpose::Open), Decision::Take);
+            }
+        }
+        let unknown = Seen { epoch: 3, owner: None, is_released: false };
+        assert_eq!(decide(&unknown, &me, Purpose::Open), Decision::Lost(Lost::NoClaim));
+        assert_eq!(decide(&NEW, &me, Purpose::Open), Decision::Lost(Lost::NoClaim));
+    }
+
+    #[test]
+    fn a_handover_needs_the_release_of_the_own_mapping() {
+        let me = Claimant { take_over: true, ..claimant("n", "b", "m") };
+        let mut own = claimed(&me, Use::Serve);
+        assert!(matches!(decide(&own, &me, Purpose::Handover), Decision::Claimed(_)));
+        own.is_released = true;
+        assert_eq!(decide(&own, &me, Purpose::Handover), Decision::Take);
+        let other = claimed(&claimant("o", "c", "x"), Use::Serve);
+        assert!(matches!(decide(&other, &me, Purpose::Handover), Decision::Lost(_)));
+    }
+
+    #[test]
+    fn a_claim_of_another_version_is_unknown_and_only_forced() {
+        let text = claimed(&claimant("n", "b", "m"), Use::Serve).owner.unwrap().text().unwrap();
+        for wrong in [
+            text.replace("\"version\":1", "\"version\":2"),
+            text.replace("\"serve\"", "\"other\""),
+            text.replace("\"n\"", &format!("{:?}", "n".repeat(300))),
+            "{}".to_owned(),
+            String::new(),
+        ] {
+            assert_eq!(Owner::read(&wrong), None, "{wrong}");
+        }
+        let unknown = Seen { epoch: 3, owner: None, is_released: false };
+        let other = claimant("o", "c", "x");
+        assert_eq!(decide(&unknown, &other, Purpose::Open), Decision::Unknown);
+        let forced = Claimant { take_over: true, ..other };
+        assert_eq!(decide(&unknown, &forced, Purpose::Open), Decision::Take);
+    }
+
+    #[test]
+    fn a_record_names_the_clients_that_were_fenced_and_forgets_old_ones() {
+        let mut seen = NEW;
+        for number in 0..40 {
+            let owner =
+                Owner::after(&seen, &claimant("n", "b", &number.to_string()), Use::Serve, 0);
+            seen = Seen { epoch: seen.epoch + 1, owner: Some(owner), is_released: false };
+        }
+        let owner = seen.owner.clone().unwrap();
+        assert_eq!(owner.fenced.len(), 16);
+        assert_eq!((owner.fenced[0].epoch, &*owner.fenced[0].mapping_id), (39, "38"));
+        assert!(owner.text().unwrap().len() < cleat_object::codec::MAX_OWNER_BYTES / 2);
+        seen.is_released = true;
+        let next = Owner::after(&seen, &claimant("n", "b", "x"), Use::Serve, 0);
+        assert_eq!(next.fenced[0].epoch, 39, "the last one was not fenced");
+    }
+}

@@ -1,0 +1,80 @@
+//! Failures of the engine as errors for people and for requests.
+
+use std::time::Instant;
+
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_core::request::IoError;
+use cleat_object::name::Name;
+use cleat_object::store::StoreError;
+use cleat_object::volume::Failure;
+
+use crate::executor::block_until;
+
+/// Returns the error for a failure of the volume `name`.
+pub(crate) fn failed(name: &str, failure: Failure) -> Error {
+    let (kind, message, repair) = match &failure {
+        Failure::Fenced => (
+            ErrorKind::Fenced,
+            format!("another client has taken {name} over"),
+            "cleat fence ls shows the clients",
+        ),
+        Failure::Lost(Name::Description) => (
+            ErrorKind::NotFound,
+            format!("{name} does not exist"),
+            "cleat volume ls shows the volumes; cleat volume create makes one",
+        ),
+        Failure::Store { error: StoreError::Refused(_), .. } => (
+            ErrorKind::PermissionDenied,
+            format!("the store of {name} refuses an operation"),
+            "check the permissions and the credentials",
+        ),
+        Failure::Store { .. } => (
+            ErrorKind::Unavailable,
+            format!("the store of {name} fails"),
+            "check that the store can be reached, then repeat the command",
+        ),
+        Failure::Lost(_) | Failure::Damaged { .. } => (
+            ErrorKind::Internal,
+            format!("{name} is damaged"),
+            "restore the object that the error names, or the volume, from a backup",
+        ),
+        Failure::Unsupported(_) => (
+            ErrorKind::Unsupported,
+            format!("{name} was written by another build"),
+            "use the build of cleat that has written the volume",
+        ),
+        Failure::Invalid(why) => {
+            return Error::new(ErrorKind::InvalidArgument, format!("{name}: {why}"));
+        }
+    };
+    Error::new(kind, message).with_source(failure).with_repair(repair)
+}
+
+/// Returns how a request ends that the engine has failed. `Retry` only for a request that changes nothing: nothing
+/// of it is in flight then.
+pub(crate) fn io_error(failure: &Failure, modifies: bool) -> IoError {
+    match failure {
+        Failure::Fenced => IoError::Fenced,
+        Failure::Store { .. } if !modifies => IoError::Retry,
+        Failure::Invalid(_) => IoError::Invalid,
+        _ => IoError::Broken,
+    }
+}
+
+/// Runs an operation on the volume `name` until `deadline`.
+///
+/// # Errors
+/// Returns `TimedOut` if the operation has not ended, and otherwise its failure as an error.
+pub(crate) fn wait<T>(
+    name: &str,
+    deadline: Instant,
+    operation: impl Future<Output = std::result::Result<T, Failure>>,
+) -> Result<T> {
+    match block_until(deadline, operation) {
+        Some(result) => result.map_err(|failure| failed(name, failure)),
+        None => {
+            Err(Error::new(ErrorKind::TimedOut, format!("the store of {name} does not answer"))
+                .with_repair("check that the store can be reached, then repeat the command"))
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! A place that holds volumes.
+
+pub(crate) mod directory;
+
+use std::sync::Arc;
+
+use cleat_backend::uri::{Options, invalid};
+use cleat_backend::{CredentialFile, CredentialSet};
+use cleat_core::error::Result;
+
+use crate::connection::{Access, Connection};
+use crate::s3::{self, Bucket, S3Home};
+use directory::Local;
+
+/// A place that holds volumes, and how it is accessed. It contains no secret.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Home {
+    /// A local directory.
+    Directory(Local),
+    /// A bucket of an object store, or a part of it.
+    Bucket(Bucket),
+}
+
+impl Home {
+    /// Parses the part of a volume's URI behind the scheme's colon, and returns the home with the name of the volume.
+    ///
+    /// # Errors
+    /// Returns `InvalidArgument` with the valid choices.
+    pub(crate) fn parse_volume(
+        scheme: &str,
+        location: &str,
+        options: Options,
+    ) -> Result<(Self, String)> {
+        if scheme == s3::SCHEME {
+            let (bucket, name) = Bucket::parse_volume(location, options)?;
+            return Ok((Self::Bucket(bucket), name));
+        }
+        let (local, name) = Local::parse_volume(location, options)?;
+        Ok((Self::Directory(local), name))
+    }
+
+    /// Parses the part of a store's URI behind the scheme's colon.
+    ///
+    /// # Errors
+    /// Returns `InvalidArgument` with the valid choices.
+    pub(crate) fn parse(scheme: &str, location: &str, options: Options) -> Result<Self> {
+        match scheme {
+            s3::SCHEME => Bucket::parse(location, options).map(Self::Bucket),
+            _ => Local::parse(location, options).map(Self::Directory),
+        }
+    }
+
+    pub(crate) fn scheme(&self) -> &'static str {
+        match self {
+            Self::Directory(_) => directory::SCHEME,
+            Self::Bucket(_) => s3::SCHEME,
+        }
+    }
+
+    /// Returns the location of the home, or of a volume in it.
+    pub(crate) fn location(&self, name: Option<&str>) -> String {
+        match self {
+            Self::Directory(local) => local.location(name),
+            Self::Bucket(bucket) => bucket.location(name),
+        }
+    }
+
+    pub(crate) fn options(&self) -> Vec<(String, String)> {
+        match self {
+            Self::Directory(_) => Vec::new(),
+            Self::Bucket(bucket) => bucket.options(),
+        }
+    }
+
+    /// Returns a volume's name with its place, for messages.
+    pub(crate) fn shown(&self, name: &str) -> String {
+        match self {
+            Self::Directory(local) => local.root(name).display().to_string(),
+            Self::Bucket(bucket) => bucket.shown(name),
+        }
+    }
+
+    pub(crate) fn credential_files(&self) -> Vec<CredentialFile> {
+        match self {
+            Self::Directory(_) => Vec::new(),
+            Self::Bucket(bucket) => vec![bucket.credential_file()],
+        }
+    }
+
+    /// Returns what a process that serves the volume `name` needs.
+    pub(crate) fn access(&self, name: &str) -> Access {
+        match self {
+            Self::Directory(local) => local.access(name),
+            Self::Bucket(bucket) => bucket.access(),
+        }
+    }
+
+    /// Gets access to the home. May start threads.
+    ///
+    /// # Errors
+    /// Returns the error of a missing or malformed credential.
+    pub(crate) fn connect(&self, credentials: &CredentialSet) -> Result<Arc<dyn Connection>> {
+        match self {
+            Self::Directory(local) => Ok(Arc::new(local.clone())),
+            Self::Bucket(bucket) => Ok(Arc::new(S3Home::connect(bucket, credentials)?)),
+        }
+    }
+
+    /// Returns this home with the options of `other`, if it has none of its own.
+    ///
+    /// # Errors
+    /// Returns `InvalidArgument` for another kind of home.
+    pub(crate) fn with_access_of(&self, other: &Self) -> Result<Self> {
+        match (self, other) {
+            (Self::Directory(_), Self::Directory(_)) => Ok(self.clone()),
+            (Self::Bucket(one), Self::Bucket(other)) if one.options() == other.options() => {
+                Ok(self.clone())
+            }
+            (Self::Bucket(_), Self::Bucket(_)) => {
+                Err(invalid("the options of the two volumes differ, but one client serves both"))
+            }
+            _ => Err(invalid("the two volumes have different kinds of stores")),
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! Volumes in a local directory: `dir:/DIRECTORY/VOLUME`.
+//!
+//! ```text
+//! DIRECTORY/VOLUME            mode 0700: it keeps other users away
+//! DIRECTORY/VOLUME/objects    mode 0777: the store
+//! ```
+//!
+//! A worker has a user of its own, which differs from that of the next worker of the volume. It sees nothing but
+//! `objects`, so it does not need the permission to pass the directory above.
+
+use std::ffi::OsString;
+use std::fs::{self, DirBuilder, File};
+use std::io::{self, ErrorKind as Io};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
+
+use cleat_backend::uri::{Encoded, Options, decode, invalid, shown};
+use cleat_backend::{CredentialSet, Network};
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_object::store::Store;
+use cleat_object::store::directory::{Directory, remove_temporary};
+
+use crate::connection::{Access, Connection};
+use crate::naming::is_name;
+use crate::nonce::{self, token};
+
+pub(crate) const SCHEME: &str = "dir";
+
+/// The directory of a volume's objects.
+const OBJECTS: &str = "objects";
+
+/// Begins the names of directories that are being removed. No volume has such a name.
+const REMOVED: &str = ".removed-";
+
+/// The maximum number of entries of a home.
+const MAX_ENTRIES: usize = 100_000;
+
+/// A directory with volumes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Local {
+    /// The absolute path.
+    path: PathBuf,
+}
+
+impl Local {
+    pub(super) fn parse(location: &str, options: Options) -> Result<Self> {
+        options.finish("dir:", &[])?;
+        Ok(Self { path: path(location)? })
+    }
+
+    pub(super) fn parse_volume(location: &str, options: Options) -> Result<(Self, String)> {
+        options.finish("dir:", &[])?;
+        let whole = path(location)?;
+        let name = whole.file_name().ok_or_else(|| {
+            invalid("dir: needs a directory and the name of a volume in it")
+                .with_repair("write dir:/DIRECTORY/VOLUME")
+        })?;
+        let name = name.to_str().map(str::to_owned);
+        let name = name.ok_or_else(|| invalid("the name of the volume is not UTF-8"))?;
+        Ok((Self { path: whole.parent().unwrap_or(Path::new("/")).to_owned() }, name))
+    }
+
+    pub(super) fn location(&self, name: Option<&str>) -> String {
+        let path = name.map_or_else(|| self.path.clone(), |name| self.root(name));
+        Encoded(path.as_os_str().as_bytes()).to_string()
+    }
+
+    /// The directory of a volume.
+    pub(super) fn root(&self, name: &str) -> PathBuf {
+        self.path.join(name)
+    }
+
+    pub(super) fn access(&self, name: &str) -> Access {
+        Access {
+            paths: vec![nonce::DEVICE.into()],
+            copies: Vec::new(),
+            writable: vec![self.root(name).join(OBJECTS)],
+            network: Network::None,
+        }
+    }
+
+    fn failed(&self, what: &str, error: io::Error) -> Error {
+        let shown = self.path.display();
+        let is_missing = error.kind() == Io::NotFound;
+        let error = Error::from_io(format!("cannot {what} in {shown}"), error);
+        if is_missing { error.with_repair(format!("mkdir -p {shown}")) } else { error }
+    }
+
+    /// Finishes removals, also of processes that have crashed.
+    fn remove_renamed(&self) -> io::Result<()> {
+        for entry in fs::read_dir(&self.path)?.take(MAX_ENTRIES) {
+            let entry = entry?;
+            if entry.file_name().as_bytes().starts_with(REMOVED.as_bytes()) {
+                match fs::remove_dir_all(entry.path()) {
+                    Err(error) if error.kind() != Io::NotFound => return Err(error),
+                    _ => {}
+                }
+            }
+        }
+        File::open(&self.path)?.sync_all()
+    }
+}
+
+impl Connection for Local {
+    fn store(&self, name: &str) -> Result<Arc<dyn Store>> {
+        let objects = self.root(name).join(OBJECTS);
+        // A link could lead a privileged process to another place.
+        let is_there = fs::symlink_metadata(&objects).is_ok_and(|found| found.is_dir());
+        if !is_there {
+            let message =
+                format!("{} is not a volume, or does not exist", self.root(name).display());
+            return Err(Error::new(ErrorKind::NotFound, message).with_repair(
+                "cleat volume ls shows the volumes of a directory; cleat volume create makes one",
+            ));
+        }
+        let opened = Directory::open(&objects, token()?);
+        Ok(Arc::new(opened.map_err(|error| self.failed("open a volume", error))?))
+    }
+
+    fn prepare(&self, name: &str) -> Result<()> {
+        let made = [(self.root(name), 0o700), (self.root(name).join(OBJECTS), 0o777)];
+        for (path, mode) in made {
+            let made = match DirBuilder::new().mode(mode).create(&path) {
+                Err(error) if error.kind() == Io::AlreadyExists => Ok(()),
+                // The mode of the call is limited by the mask of the process.
+                Ok(()) => {
+                    fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(mode))
+                }
+                other => other,
+            };
+            let above = path.parent().unwrap_or(Path::new("/"));
+            let durable = made.and_then(|()| File::open(above)?.sync_all());
+            durable.map_err(|error| self.failed("create a volume", error))?;
+        }
+        Ok(())
+    }
+
+    fn names(&self, after: Option<&str>, limit: usize) -> Result<(Vec<String>, bool)> {
+        let failed = |error| self.failed("list the volumes", error);
+        let mut names = Vec::new();
+        for (count, entry) in fs::read_dir(&self.path).map_err(failed)?.enumerate() {
+            let entry = entry.map_err(failed)?;
+            if count >= MAX_ENTRIES {
+                let shown = self.path.display();
+                return Err(invalid(format!("{shown} has more than {MAX_ENTRIES} entries")));
+            }
+            let Ok(name) = entry.file_name().into_string() else { continue };
+            let is_next = after.is_none_or(|after| &*name > after) && is_name(&name);
+            if is_next && entry.path().join(OBJECTS).join("desc").is_file() {
+                names.push(name);
+            }
+        }
+        names.sort_unstable();
+        let has_more = names.len() > limit;
+        names.truncate(limit);
+        Ok((names, has_more))
+    }
+
+    fn remove(&self, name: &str, _go_on: &mut dyn FnMut(u64) -> bool) -> Result<()> {
+        let failed = |error| self.failed("remove a volume", error);
+        // The volume vanishes at once. Nothing else has the new name.
+        let renamed = self.path.join(format!("{REMOVED}{:016x}", token()?));
+        match fs::rename(self.root(name), &renamed) {
+            Err(error) if error.kind() != Io::NotFound => return Err(failed(error)),
+            _ => {}
+        }
+        self.remove_renamed().map_err(failed)
+    }
+
+    fn tidy(&self, name: &str) {
+        if let Err(error) = remove_temporary(&self.root(name).join(OBJECTS)) {
+            tracing::warn!(volume = name, %error, "cannot remove temporary files");
+        }
+    }
+
+    fn available_bytes(&self) -> Result<Option<u64>> {
+        let found = nix::sys::statvfs::statvfs(&self.path)
+            .map_err(|error| self.failed("read the free space", error.into()))?;
+        Ok(Some(found.blocks_available().saturating_mul(found.fragment_size())))
+    }
+
+    fn renew(&self, _credentials: &CredentialSet) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Parses the part of a URI behind `dir:`.
+fn path(location: &str) -> Result<PathBuf> {
+    let location = location.strip_prefix("//").unwrap_or(location);
+    if !location.starts_with('/') {
+        return Err(invalid(format!("dir: needs an absolute path, not {:?}", shown(location)))
+            .with_repair("write the whole path, as in dir:/var/lib/volumes/a"));
+    }
+    let bytes = decode(location)?;
+    if bytes.contains(&0) {
+        return Err(invalid("a path cannot contain a zero byte (%00)"));
+    }
+    let path = PathBuf::from(OsString::from_vec(bytes));
+    if path.components().any(|part| part == Component::ParentDir) {
+        return Err(invalid("the path of a volume must not contain .."));
+    }
+    // Each path has one spelling: without doubled or trailing slashes and without `.`.
+    Ok(path.components().filter(|part| *part != Component::CurDir).collect())
+}

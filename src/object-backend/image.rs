@@ -1,0 +1,230 @@
+//! An open volume: its control half.
+
+mod capabilities;
+mod serving;
+pub(crate) mod shared;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use cleat_backend::claimant::Claimant;
+use cleat_backend::{
+    BackgroundWork, Completer, Extents, Handover, Image, ImageQueue, OpenOptions, RenewCredentials,
+    Resize, VolumeIdentity, Waker,
+};
+use cleat_core::error::{Error, Result};
+use cleat_core::volume::{BlockSizes, Features};
+use cleat_object::codec::Description;
+use cleat_object::store::Store;
+use cleat_object::volume::{Config, Place};
+use cleat_sys::ring::Ring;
+
+use crate::claim::decision::Purpose;
+use crate::connection::Connection;
+use crate::errors::wait;
+use crate::executor::Executor;
+use crate::nonce::nonce;
+use crate::queue::ObjectQueue;
+use crate::spec::VolumeAt;
+use crate::timeouts::{CALL_TIMEOUT, CLOSE_TIMEOUT, DROP_TIMEOUT, after};
+use crate::watched::Watched;
+use serving::Serving;
+use shared::Shared;
+
+/// The blocks of every volume. Extents and requests of the engine are multiples of a sector.
+const BLOCKS: BlockSizes = BlockSizes { minimum: 512, preferred: 4096, maximum: 32 << 20 };
+
+/// An open volume.
+pub(crate) struct ObjectImage {
+    spec: VolumeAt,
+    connection: Arc<dyn Connection>,
+    store: Arc<Watched>,
+    identity: VolumeIdentity,
+    claimant: Claimant,
+    read_only: bool,
+    shared: Arc<Shared>,
+    /// The claim of this process, and its futures. `None` for a reader, and while the volume is released.
+    serving: Mutex<Option<Serving>>,
+    /// Ends last: the futures belong to its thread.
+    _executor: Executor,
+}
+
+/// Returns the identity of a volume.
+pub(crate) fn identity(description: &Description) -> VolumeIdentity {
+    VolumeIdentity::new(format!("object volume {}", description.volume))
+}
+
+impl ObjectImage {
+    /// Opens the volume and, unless it is opened read-only, claims it.
+    ///
+    /// # Errors
+    /// Fails as `VolumeSpec::open` does.
+    pub(crate) fn open(spec: &VolumeAt, options: &OpenOptions) -> Result<Self> {
+        let (image, place) = Self::find(spec, options)?;
+        if image.read_only {
+            let opened = image.shared.read_from(place);
+            wait(&image.shared.name, after(CALL_TIMEOUT), opened)?;
+            return Ok(image);
+        }
+        match image.serve(place, Purpose::Open) {
+            // The device stays, and all its requests fail.
+            Err(_) if image.shared.is_fenced() && image.claimant.resumes => Ok(image),
+            other => other.map(|()| image),
+        }
+    }
+
+    /// Opens a volume that another process serves. Changes nothing.
+    ///
+    /// # Errors
+    /// Fails as `VolumeSpec::open_successor` does.
+    pub(crate) fn open_successor(spec: &VolumeAt, options: &OpenOptions) -> Result<Self> {
+        let (image, place) = Self::find(spec, options)?;
+        let (name, deadline) = (&image.shared.name, after(CALL_TIMEOUT));
+        if image.read_only {
+            wait(name, deadline, image.shared.read_from(place))?;
+        } else {
+            let view = wait(name, deadline, place.view(Config::default()))?;
+            image.shared.set_size(view.size());
+        }
+        Ok(image)
+    }
+
+    /// Connects to the volume and checks its identity.
+    fn find(spec: &VolumeAt, options: &OpenOptions) -> Result<(Self, Place)> {
+        let connection = spec.home.connect(&options.credentials)?;
+        let store = Arc::new(Watched::new(connection.store(&spec.name)?));
+        let name = spec.shown();
+        let dynamic: Arc<dyn Store> = Arc::<Watched>::clone(&store);
+        let place = wait(&name, after(CALL_TIMEOUT), Place::find(dynamic, nonce()?))?;
+        let identity = identity(place.description());
+        VolumeIdentity::check(&identity, options.expected.as_ref(), &name)?;
+        let executor = Executor::start("object-volume")
+            .map_err(|error| Error::from_io("cannot start the thread of the volume", error))?;
+        let size = place.description().size;
+        let image = Self {
+            spec: spec.clone(),
+            connection,
+            store,
+            identity,
+            claimant: options.claimant.clone(),
+            read_only: options.read_only,
+            shared: Arc::new(Shared::new(name, executor.spawner(), size)),
+            serving: Mutex::new(None),
+            _executor: executor,
+        };
+        Ok((image, place))
+    }
+
+    /// Claims the volume and opens it for writing.
+    fn serve(&self, place: Place, purpose: Purpose) -> Result<()> {
+        let serving = Serving::start(place, &self.claimant, purpose, &self.shared, &self.store)?;
+        self.connection.tidy(&self.spec.name);
+        *self.serving() = Some(serving);
+        Ok(())
+    }
+
+    /// Finds the volume again, to claim it with a new identity.
+    fn place(&self) -> Result<Place> {
+        let store: Arc<dyn Store> = Arc::<Watched>::clone(&self.store);
+        wait(&self.shared.name, after(CALL_TIMEOUT), Place::find(store, nonce()?))
+    }
+
+    fn serving(&self) -> MutexGuard<'_, Option<Serving>> {
+        self.serving.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Stops serving and releases the claim. Returns whether the claim is released.
+    fn close_within(&self, timeout: Duration) -> bool {
+        let serving = self.serving().take();
+        let released = serving.is_none_or(|serving| {
+            let released = serving.stop(&self.shared, after(timeout));
+            if let Err(error) = &released {
+                let (volume, error) = (&self.shared.name, error.report());
+                tracing::warn!(%volume, %error, "the claim stays");
+            }
+            released.is_ok()
+        });
+        self.shared.set_volume(None);
+        released
+    }
+}
+
+impl Image for ObjectImage {
+    fn size(&self) -> u64 {
+        self.shared.size()
+    }
+
+    fn block_sizes(&self) -> BlockSizes {
+        BLOCKS
+    }
+
+    fn features(&self) -> Features {
+        Features {
+            read_only: self.read_only,
+            flush: true,
+            fua: true,
+            trim: true,
+            write_zeroes: true,
+            fast_zero: true,
+            cache: false,
+            multi_connection: true,
+            keeps_acknowledged_writes: true,
+        }
+    }
+
+    fn identity(&self) -> VolumeIdentity {
+        self.identity.clone()
+    }
+
+    fn queue(&self, _ring: &mut Ring, completer: &Completer) -> Result<Box<dyn ImageQueue>> {
+        let (shared, completer) = (Arc::clone(&self.shared), completer.clone());
+        Ok(Box::new(ObjectQueue { shared, completer }))
+    }
+
+    /// The size changes only by this process.
+    fn refresh_size(&self) -> Result<u64> {
+        Ok(self.shared.size())
+    }
+
+    fn watch_changes(&self, waker: Waker) {
+        self.shared.watch(waker);
+    }
+
+    fn is_fenced(&self) -> bool {
+        self.shared.is_fenced()
+    }
+
+    fn failure_reason(&self) -> Option<String> {
+        self.shared.broken().clone().or_else(|| self.store.reason())
+    }
+
+    fn close(&self) -> bool {
+        self.close_within(CLOSE_TIMEOUT)
+    }
+
+    fn resize(&self) -> Option<&dyn Resize> {
+        Some(self)
+    }
+
+    fn extents(&self) -> Option<&dyn Extents> {
+        Some(self)
+    }
+
+    fn handover(&self) -> Option<&dyn Handover> {
+        Some(self)
+    }
+
+    fn background(&self) -> Option<&dyn BackgroundWork> {
+        (!self.read_only).then_some(self)
+    }
+
+    fn renew_credentials(&self) -> Option<&dyn RenewCredentials> {
+        (!self.spec.home.credential_files().is_empty()).then_some(self)
+    }
+}
+
+impl Drop for ObjectImage {
+    fn drop(&mut self) {
+        self.close_within(DROP_TIMEOUT);
+    }
+}

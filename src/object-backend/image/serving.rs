@@ -1,0 +1,125 @@
+//! The time in which this process serves the volume: from its claim to the release of the claim.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use cleat_backend::claimant::Claimant;
+use cleat_core::clock::SystemClock;
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_object::store::Store;
+use cleat_object::volume::{Config, Failure, Place, Volume};
+
+use super::shared::Shared;
+use crate::claim::Attempt;
+use crate::claim::decision::Purpose;
+use crate::claim::record::Use;
+use crate::errors::wait;
+use crate::executor::{TaskId, block_until};
+use crate::timeouts::{CALL_TIMEOUT, after};
+use crate::watched::Watched;
+
+/// The number of failures for which the store waits the longest: this is the time between two looks at the claims.
+const LONGEST: u32 = u32::MAX;
+
+/// A claim, and the futures that work for it.
+pub(crate) struct Serving {
+    place: Place,
+    volume: Volume,
+    tasks: [TaskId; 2],
+}
+
+impl Serving {
+    /// Claims the volume, opens it and starts its work in the background.
+    ///
+    /// # Errors
+    /// Returns `Fenced` if the mapping has lost the volume, `InUse` if another client has a claim, and otherwise the
+    /// error of the store. The claim is then released as far as the store permits it.
+    pub(crate) fn start(
+        place: Place,
+        claimant: &Claimant,
+        purpose: Purpose,
+        shared: &Arc<Shared>,
+        store: &Arc<Watched>,
+    ) -> Result<Self> {
+        let (name, deadline) = (&*shared.name, after(CALL_TIMEOUT));
+        let attempt = Attempt {
+            place: &place,
+            name,
+            claimant,
+            purpose,
+            usage: Use::Serve,
+            only: None,
+            clock: &SystemClock,
+        };
+        let acquired = block_until(deadline, attempt.acquire());
+        let acquired = acquired.unwrap_or_else(|| {
+            let message = format!("the store of {name} does not answer");
+            Err(Error::new(ErrorKind::TimedOut, message))
+        });
+        let epoch = acquired?.map_err(|lost| {
+            shared.set_fenced();
+            let message = format!("another client may have written to {name}: {lost}");
+            Error::new(ErrorKind::Fenced, message)
+        })?;
+        let opened = wait(name, deadline, place.open(epoch, Config::default()));
+        let volume = opened.inspect_err(|_| {
+            // Nothing was written. Without this, another node would need --take-over.
+            let _ = block_until(deadline, place.release(epoch));
+        })?;
+        shared.set_volume(Some(volume.clone()));
+        let tasks = [
+            shared.spawner.spawn(run(volume.clone(), Arc::clone(shared))),
+            shared.spawner.spawn(watch(volume.clone(), Arc::clone(shared), Arc::clone(store))),
+        ];
+        Ok(Self { place, volume, tasks })
+    }
+
+    pub(crate) fn volume(&self) -> &Volume {
+        &self.volume
+    }
+
+    /// Waits until everything is durable and no work is in progress, and releases the claim. If that fails, the
+    /// claim stays, and the futures have ended.
+    ///
+    /// # Errors
+    /// Returns the error of the store, and `TimedOut` at the deadline.
+    pub(crate) fn stop(self, shared: &Shared, deadline: Instant) -> Result<()> {
+        let quiet = self.settle(&shared.name, deadline);
+        self.tasks.iter().for_each(|task| shared.spawner.cancel(*task));
+        shared.set_volume(None);
+        // A fenced client has no claim to release.
+        if shared.is_fenced() {
+            return Ok(());
+        }
+        quiet?;
+        wait(&shared.name, deadline, self.place.release(self.volume.epoch()))
+    }
+
+    /// Waits until everything is durable and no work is in progress. The work stays stopped.
+    ///
+    /// # Errors
+    /// Returns the failure of the volume, and `TimedOut` at the deadline.
+    pub(crate) fn settle(&self, name: &str, deadline: Instant) -> Result<()> {
+        wait(name, deadline, async {
+            self.volume.flush().await?;
+            self.volume.pause().await
+        })
+    }
+}
+
+/// Works in the background until the volume fails.
+async fn run(volume: Volume, shared: Arc<Shared>) {
+    let failure = volume.run().await;
+    shared.note(&failure);
+}
+
+/// Looks from time to time whether another client has claimed the volume.
+async fn watch(volume: Volume, shared: Arc<Shared>, store: Arc<Watched>) {
+    loop {
+        store.back_off(LONGEST).await;
+        if let Err(failure @ Failure::Fenced) = volume.check_claim().await {
+            shared.note(&failure);
+            return;
+        }
+    }
+}

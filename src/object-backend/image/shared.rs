@@ -1,0 +1,131 @@
+//! What an open image shares with its queues and with its own futures.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+
+use cleat_backend::Waker;
+use cleat_object::volume::{Config, Failure, Place, Volume};
+
+use crate::executor::Spawner;
+
+/// The state of an open image.
+pub(crate) struct Shared {
+    /// The volume's name, for logs.
+    pub(crate) name: String,
+    pub(crate) spawner: Spawner,
+    /// The engine. `None` before a successor has taken over, after a release, and after closing.
+    volume: RwLock<Option<Volume>>,
+    /// Where a reader looks again; `None` for a writer.
+    reader: OnceLock<Place>,
+    size: AtomicU64,
+    is_fenced: AtomicBool,
+    /// Why the volume cannot continue, unless it is fenced.
+    broken: Mutex<Option<String>>,
+    waker: Mutex<Option<Waker>>,
+}
+
+impl Shared {
+    pub(crate) fn new(name: String, spawner: Spawner, size: u64) -> Self {
+        Self {
+            name,
+            spawner,
+            volume: RwLock::new(None),
+            reader: OnceLock::new(),
+            size: AtomicU64::new(size),
+            is_fenced: AtomicBool::new(false),
+            broken: Mutex::default(),
+            waker: Mutex::default(),
+        }
+    }
+
+    pub(crate) fn volume(&self) -> Option<Volume> {
+        self.volume.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Sets or removes the engine. Returns the earlier one.
+    pub(crate) fn set_volume(&self, volume: Option<Volume>) -> Option<Volume> {
+        if let Some(volume) = &volume {
+            self.size.store(volume.size(), Ordering::Release);
+        }
+        std::mem::replace(&mut self.volume.write().unwrap_or_else(PoisonError::into_inner), volume)
+    }
+
+    /// Serves reads from what the volume has now, and later from what it has then if the writer has deleted that.
+    ///
+    /// # Errors
+    /// Returns the failure of the store.
+    pub(crate) async fn read_from(&self, place: Place) -> Result<(), Failure> {
+        let view = place.view(Config::default()).await?;
+        self.set_volume(Some(view));
+        // The first place stays. Both are of the same volume.
+        let _ = self.reader.set(place);
+        Ok(())
+    }
+
+    /// Looks at the volume again after `failure`, if this is a reader whose data was deleted by the writer. Returns
+    /// the present content, or the failure.
+    ///
+    /// # Errors
+    /// Returns `failure`, or that of the store.
+    pub(crate) async fn look_again(&self, failure: Failure) -> Result<Volume, Failure> {
+        match (self.reader.get(), &failure) {
+            (Some(place), Failure::Lost(_) | Failure::Fenced) => {
+                let view = place.view(Config::default()).await?;
+                self.set_volume(Some(view.clone()));
+                Ok(view)
+            }
+            _ => Err(failure),
+        }
+    }
+
+    pub(crate) fn size(&self) -> u64 {
+        self.size.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn set_size(&self, size: u64) {
+        self.size.store(size, Ordering::Release);
+    }
+
+    pub(crate) fn is_fenced(&self) -> bool {
+        self.is_fenced.load(Ordering::Acquire)
+    }
+
+    /// Records that another client owns the volume, and wakes the owner of the image.
+    pub(crate) fn set_fenced(&self) {
+        if !self.is_fenced.swap(true, Ordering::AcqRel) {
+            tracing::error!(volume = %self.name, "another client has taken the volume over");
+            self.wake();
+        }
+    }
+
+    /// Records what a failure of the engine means for the whole image.
+    pub(crate) fn note(&self, failure: &Failure) {
+        match failure {
+            Failure::Fenced => self.set_fenced(),
+            Failure::Damaged { .. } | Failure::Lost(_) | Failure::Unsupported(_) => {
+                let mut broken = self.broken();
+                let reason = failure.to_string();
+                if broken.as_ref() != Some(&reason) {
+                    tracing::error!(volume = %self.name, %reason, "the volume is damaged");
+                    *broken = Some(reason);
+                }
+            }
+            Failure::Store { .. } | Failure::Invalid(_) => {}
+        }
+    }
+
+    pub(crate) fn broken(&self) -> MutexGuard<'_, Option<String>> {
+        self.broken.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn watch(&self, waker: Waker) {
+        *self.waker.lock().unwrap_or_else(PoisonError::into_inner) = Some(waker);
+    }
+
+    fn wake(&self) {
+        let waker = self.waker.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+}

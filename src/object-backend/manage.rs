@@ -1,0 +1,256 @@
+//! The management of volumes in their home. A volume is found anew for each call.
+
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+use cleat_backend::CredentialSet;
+use cleat_backend::claimant::Claimant;
+use cleat_backend::store::{
+    Entry, Failure, Info, Layout, Listing, Page, Progress, Removal, Removed, Store, Watcher,
+};
+use cleat_backend::uri::{Size, VolumeUri, invalid};
+use cleat_core::clock::SystemClock;
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_object::codec::Description;
+use cleat_object::name::{Name, VolumeId};
+use cleat_object::store as objects;
+use cleat_object::volume::{Config, Place, Volume};
+
+use crate::claim::decision::Purpose;
+use crate::claim::record::Use;
+use crate::claim::{Attempt, newest};
+use crate::connection::Connection;
+use crate::errors::{failed, wait};
+use crate::executor::{Executor, block_until};
+use crate::fence::end;
+use crate::home::Home;
+use crate::image::identity;
+use crate::nonce::{nonce, random};
+use crate::spec::VolumeAt;
+use crate::timeouts::{CALL_TIMEOUT, after};
+
+/// The range of the volume that a page of the map covers, in bytes.
+const PAGE_BYTES: u32 = 1 << 20;
+
+/// A home with its volumes.
+pub(crate) struct ObjectStore {
+    home: Home,
+    connection: Arc<dyn Connection>,
+    claimant: Claimant,
+}
+
+impl ObjectStore {
+    /// Gets access to the home.
+    ///
+    /// # Errors
+    /// Returns the error of missing credentials.
+    pub(crate) fn connect(
+        home: &Home,
+        claimant: &Claimant,
+        mut credentials: CredentialSet,
+    ) -> Result<Self> {
+        credentials.complete(&home.credential_files())?;
+        let connection = home.connect(&credentials)?;
+        Ok(Self { home: home.clone(), connection, claimant: claimant.clone() })
+    }
+
+    fn volume(&self, name: &str) -> Result<VolumeAt> {
+        VolumeAt::new(self.home.clone(), name)
+    }
+
+    /// Finds a volume; `None` if there is none.
+    fn find(&self, name: &str) -> Result<Option<(VolumeAt, Place)>> {
+        let volume = self.volume(name)?;
+        let found = self.connection.store(name).and_then(|store| {
+            wait(&volume.shown(), after(CALL_TIMEOUT), Place::find(store, nonce()?))
+        });
+        match found {
+            Ok(place) => Ok(Some((volume, place))),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn existing(&self, name: &str) -> Result<(VolumeAt, Place)> {
+        self.find(name)?.ok_or_else(|| {
+            let message = format!("{} does not exist", self.home.shown(name));
+            Error::new(ErrorKind::NotFound, message)
+        })
+    }
+
+    fn view(volume: &VolumeAt, place: &Place) -> Result<Volume> {
+        wait(&volume.shown(), after(CALL_TIMEOUT), place.view(Config::default()))
+    }
+
+    fn entry(&self, name: String, details: bool) -> Result<Entry> {
+        let volume = self.volume(&name)?;
+        let uri = VolumeUri::new(Arc::new(volume)).to_string();
+        let mut entry = Entry { name, uri, ..Entry::default() };
+        if details {
+            match self.info(&entry.name, None) {
+                Ok(info) => {
+                    entry.id = info.id;
+                    entry.size_bytes = Some(info.size_bytes);
+                    entry.watchers = Some(info.watchers.len());
+                }
+                Err(error) => entry.error = Some(Failure::from(&error)),
+            }
+        }
+        Ok(entry)
+    }
+}
+
+impl Store for ObjectStore {
+    fn create(&self, name: &str, size: u64, layout: &Layout) -> Result<bool> {
+        if *layout != Layout::default() {
+            let message = "volumes on an object store have no layout and no labels";
+            return Err(Error::new(ErrorKind::Unsupported, message)
+                .with_repair("remove these options, or create an RBD image"));
+        }
+        if let Some((volume, place)) = self.find(name)? {
+            let now = Self::view(&volume, &place)?.size();
+            if now == size {
+                return Ok(false);
+            }
+            let (now, size, name) = (Size(now), Size(size), volume.shown());
+            let message = format!("{name} exists with a size of {now}, not {size}");
+            return Err(Error::new(ErrorKind::AlreadyExists, message)
+                .with_repair("use another name, or the present size"));
+        }
+        let shown = self.volume(name)?.shown();
+        self.connection.prepare(name)?;
+        let store = self.connection.store(name)?;
+        let volume = VolumeId(random()?);
+        let description = Description { volume, nonce: nonce()?, size, page_bytes: PAGE_BYTES };
+        let created = Volume::create(Arc::clone(&store), &description);
+        wait(&shown, after(CALL_TIMEOUT), created)?;
+        check_conditional(&*store, &shown, &description).map(|()| true)
+    }
+
+    fn remove(&self, name: &str, how: Removal, progress: Progress<'_>) -> Result<Removed> {
+        let nothing = Removed { changed: false, trash: None };
+        let Some((volume, place)) = self.find(name)? else {
+            return Ok(nothing);
+        };
+        if how != Removal::Now {
+            let message = "volumes on an object store have no trash";
+            return Err(Error::new(ErrorKind::Unsupported, message)
+                .with_repair("repeat with --now, which deletes the volume for good"));
+        }
+        let deadline = after(CALL_TIMEOUT);
+        end(&place, &volume.shown(), &self.claimant, Use::Remove, None, deadline)?;
+        self.connection.remove(name, &mut |done| progress(done, 0) == ControlFlow::Continue(()))?;
+        Ok(Removed { changed: true, ..nothing })
+    }
+
+    fn resize(&self, name: &str, size: u64, shrink: bool, _progress: Progress<'_>) -> Result<bool> {
+        let (volume, place) = self.existing(name)?;
+        let shown = volume.shown();
+        let now = Self::view(&volume, &place)?.size();
+        if size == now {
+            return Ok(false);
+        }
+        if size < now {
+            let (size, now) = (Size(size), Size(now));
+            let message = format!("{shown} has {now}, which is more than {size}");
+            return Err(match shrink {
+                true => Error::new(ErrorKind::Unsupported, format!("{message}; it cannot shrink")),
+                false => invalid(message),
+            });
+        }
+        let deadline = after(CALL_TIMEOUT);
+        let (claimant, purpose) = (&self.claimant, Purpose::Open);
+        let (usage, clock) = (Use::Serve, &SystemClock);
+        let attempt =
+            Attempt { place: &place, name: &shown, claimant, purpose, usage, only: None, clock };
+        let executor = Executor::start("object-resize")
+            .map_err(|error| Error::from_io("cannot start a thread", error))?;
+        let resized = block_until(deadline, async {
+            let lost =
+                |lost| Error::new(ErrorKind::Aborted, format!("cannot claim {shown}: {lost}"));
+            let epoch = attempt.acquire().await?.map_err(lost)?;
+            let failed = |failure| failed(&shown, failure);
+            let opened = place.open(epoch, Config::default()).await.map_err(failed)?;
+            let running = opened.clone();
+            executor.spawner().spawn(async move { drop(running.run().await) });
+            opened.grow(size).await.map_err(failed)?;
+            opened.pause().await.map_err(failed)?;
+            place.release(epoch).await.map_err(failed)
+        });
+        let late =
+            || Error::new(ErrorKind::TimedOut, format!("the store of {shown} does not answer"));
+        resized.unwrap_or_else(|| Err(late())).map(|()| true)
+    }
+
+    fn list(&self, page: &Page) -> Result<Listing> {
+        let (names, has_more) = self.connection.names(page.after.as_deref(), page.limit)?;
+        let next = names.last().filter(|_| has_more).cloned();
+        let entries = names.into_iter().map(|name| self.entry(name, page.details));
+        Ok(Listing { volumes: entries.collect::<Result<_>>()?, next })
+    }
+
+    fn info(&self, name: &str, snapshot: Option<&str>) -> Result<Info> {
+        if snapshot.is_some() {
+            return Err(no_snapshots());
+        }
+        let (volume, place) = self.existing(name)?;
+        let shown = volume.shown();
+        let seen = wait(&shown, after(CALL_TIMEOUT), newest(&place))?;
+        let view = Self::view(&volume, &place)?;
+        let status = view.status();
+        let held = seen.owner.as_ref().filter(|_| seen.is_held());
+        let watcher = held.map(|owner| Watcher {
+            client: owner.client.describe(),
+            address: format!("epoch-{}", owner.client.epoch),
+        });
+        let claim = held.map(serde_json::to_value).transpose().map_err(|error| {
+            Error::new(ErrorKind::Internal, "internal: cannot print a claim").with_source(error)
+        })?;
+        Ok(Info {
+            name: name.to_owned(),
+            uri: VolumeUri::new(Arc::new(volume)).to_string(),
+            id: Some(identity(place.description()).to_string()),
+            size_bytes: view.size(),
+            used_bytes: Some(status.live_bytes),
+            objects: u64::try_from(status.objects).ok(),
+            claim,
+            watchers: watcher.into_iter().collect(),
+            ..Info::default()
+        })
+    }
+
+    fn available_bytes(&self) -> Result<Option<u64>> {
+        self.connection.available_bytes()
+    }
+}
+
+/// Checks that the store does not create an object under a name that exists: the protocol between writers depends on
+/// it.
+///
+/// # Errors
+/// Returns `Unsupported` if the store has created the description again, which it keeps then.
+fn check_conditional(
+    store: &dyn objects::Store,
+    name: &str,
+    description: &Description,
+) -> Result<()> {
+    let (bytes, name_of_description) = (description.encode(), Name::Description.to_string());
+    let again = store.create(&name_of_description, &bytes);
+    match block_until(after(CALL_TIMEOUT), again) {
+        Some(Ok(())) => {
+            let message = format!(
+                "{name} cannot be used: its store creates objects again that exist (it ignores If-None-Match)"
+            );
+            Err(Error::new(ErrorKind::Unsupported, message)
+                .with_repair("use a store with conditional puts, then remove the volume here"))
+        }
+        // Without an answer nothing is known; the store fails then anyway.
+        _ => Ok(()),
+    }
+}
+
+/// The error for a request that names a snapshot.
+pub(crate) fn no_snapshots() -> Error {
+    let message = "volumes on an object store have no snapshots yet";
+    Error::new(ErrorKind::Unsupported, message).with_repair("name the volume itself")
+}

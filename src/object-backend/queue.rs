@@ -1,0 +1,105 @@
+//! The data half: each request is a future on the thread of the volume.
+
+use std::sync::Arc;
+
+use cleat_backend::{Completer, ImageQueue, Outcome, RequestId, Started};
+use cleat_core::request::{IoError, Op, Request};
+use cleat_object::volume::{Failure, Volume};
+use cleat_sys::buffer::Buffer;
+use cleat_sys::ring::{Completion, Ring};
+
+use crate::errors::io_error;
+use crate::image::shared::Shared;
+
+/// The zeroes of one write, where a range of zeroes must stay allocated.
+const ZEROES: &[u8] = &[0; 256 << 10];
+
+pub(crate) struct ObjectQueue {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) completer: Completer,
+}
+
+impl ImageQueue for ObjectQueue {
+    fn start(
+        &mut self,
+        id: RequestId,
+        request: Request,
+        buffer: Option<Buffer>,
+        _ring: &mut Ring,
+    ) -> Started {
+        let ended = |result, buffer| Started::Done(Outcome { result, buffer });
+        if request.op == Op::Cache {
+            return ended(Ok(()), buffer);
+        }
+        if is_slow_zero(&request) {
+            return ended(Err(IoError::Unsupported), buffer);
+        }
+        if self.shared.is_fenced() {
+            return ended(Err(IoError::Fenced), buffer);
+        }
+        let Some(volume) = self.shared.volume() else {
+            return ended(Err(IoError::Shutdown), buffer);
+        };
+        let (shared, completer) = (Arc::clone(&self.shared), self.completer.clone());
+        self.shared.spawner.spawn(async move {
+            let mut buffer = buffer;
+            let done = carry_out(&shared, &volume, &request, buffer.as_mut()).await;
+            let result = done.map_err(|failure| {
+                shared.note(&failure);
+                io_error(&failure, request.op.modifies() || request.op == Op::Flush)
+            });
+            completer.complete(id, Outcome { result, buffer });
+        });
+        Started::Pending
+    }
+
+    fn on_ring(&mut self, _: Completion, _: &mut Ring) -> Option<(RequestId, Outcome)> {
+        // This queue submits nothing to the ring.
+        None
+    }
+}
+
+/// Carries a request out. What it changes is durable when it returns.
+async fn carry_out(
+    shared: &Shared,
+    volume: &Volume,
+    request: &Request,
+    buffer: Option<&mut Buffer>,
+) -> Result<(), Failure> {
+    let Request { op, flags, offset, length } = *request;
+    match (op, buffer) {
+        (Op::Read, Some(buffer)) => {
+            let Err(failure) = volume.read(offset, buffer.payload_mut()).await else {
+                return Ok(());
+            };
+            let present = shared.look_again(failure).await?;
+            return present.read(offset, buffer.payload_mut()).await;
+        }
+        (Op::Write, Some(buffer)) => volume.write(offset, buffer.payload()).await?,
+        (Op::Read | Op::Write, None) => {
+            return Err(Failure::Invalid("the request has no buffer"));
+        }
+        (Op::Trim, _) => volume.trim(offset, length).await?,
+        (Op::WriteZeroes, _) if flags.no_hole => write_zeroes(volume, offset, length).await?,
+        (Op::WriteZeroes, _) => volume.write_zeroes(offset, length).await?,
+        (Op::Flush | Op::Cache, _) => {}
+    }
+    volume.flush().await
+}
+
+/// Writes zeroes as data.
+async fn write_zeroes(volume: &Volume, offset: u64, length: u64) -> Result<(), Failure> {
+    let end = offset + length;
+    let mut at = offset;
+    while at < end {
+        let piece = ZEROES.len().min(usize::try_from(end - at).unwrap_or(usize::MAX));
+        volume.write(at, &ZEROES[..piece]).await?;
+        at += piece as u64;
+    }
+    Ok(())
+}
+
+/// Whether a request asks for zeroes that stay allocated, and for an error where that takes long.
+fn is_slow_zero(request: &Request) -> bool {
+    request.op == Op::WriteZeroes && request.flags.fast_zero && request.flags.no_hole
+}

@@ -1,0 +1,164 @@
+//! The registration of `dir:` and `s3:` volumes and stores.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use cleat_backend::claimant::Claimant;
+use cleat_backend::fence::Fence;
+use cleat_backend::store::Store;
+use cleat_backend::uri::{Options, invalid};
+use cleat_backend::{
+    Backend, Confinement, CredentialFile, CredentialSet, HandoverFiles, Image, Nested, OpenOptions,
+    StoreParser, StoreSpec, Stored, VolumeSpec,
+};
+use cleat_core::error::Result;
+
+use crate::connection::Access;
+use crate::fence::ObjectFence;
+use crate::home::{Home, directory};
+use crate::image::ObjectImage;
+use crate::manage::{ObjectStore, no_snapshots};
+use crate::s3;
+use crate::spec::VolumeAt;
+
+/// The registration of volumes in a directory.
+pub const DIRECTORY: &dyn Backend = &Objects {
+    scheme: directory::SCHEME,
+    examples: &["dir:/var/lib/volumes/a"],
+    forms: &["dir:/DIRECTORY"],
+};
+
+/// The registration of volumes on an object store with the S3 API.
+pub const S3: &dyn Backend = &Objects {
+    scheme: s3::SCHEME,
+    examples: &["s3://bucket/volume?endpoint=http://store:9000&credentials_file=/etc/cleat/s3"],
+    forms: &["s3://BUCKET", "s3://BUCKET/PREFIX"],
+};
+
+#[derive(Debug)]
+struct Objects {
+    scheme: &'static str,
+    examples: &'static [&'static str],
+    forms: &'static [&'static str],
+}
+
+impl Backend for Objects {
+    fn scheme(&self) -> &'static str {
+        self.scheme
+    }
+
+    fn examples(&self) -> &'static [&'static str] {
+        self.examples
+    }
+
+    fn parse(
+        &self,
+        location: &str,
+        options: Options,
+        _nested: Nested<'_>,
+    ) -> Result<Arc<dyn VolumeSpec>> {
+        let (home, name) = Home::parse_volume(self.scheme, location, options)?;
+        Ok(Arc::new(VolumeAt::new(home, &name)?))
+    }
+
+    fn stores(&self) -> Option<&dyn StoreParser> {
+        Some(self)
+    }
+}
+
+impl StoreParser for Objects {
+    fn forms(&self) -> &'static [&'static str] {
+        self.forms
+    }
+
+    fn parse_store(&self, location: &str, options: Options) -> Result<Arc<dyn StoreSpec>> {
+        Ok(Arc::new(Home::parse(self.scheme, location, options)?))
+    }
+}
+
+impl VolumeSpec for VolumeAt {
+    fn scheme(&self) -> &'static str {
+        self.home.scheme()
+    }
+
+    fn location(&self) -> String {
+        self.home.location(Some(&self.name))
+    }
+
+    fn options(&self) -> Vec<(String, String)> {
+        self.home.options()
+    }
+
+    fn open(&self, options: &OpenOptions) -> Result<Arc<dyn Image>> {
+        Ok(Arc::new(ObjectImage::open(self, &self.complete(options)?)?))
+    }
+
+    /// Needs no files: the predecessor releases the claim, and the successor claims the volume.
+    fn open_successor(
+        &self,
+        options: &OpenOptions,
+        _files: HandoverFiles,
+    ) -> Result<Arc<dyn Image>> {
+        Ok(Arc::new(ObjectImage::open_successor(self, &self.complete(options)?)?))
+    }
+
+    fn credential_files(&self) -> Vec<CredentialFile> {
+        self.home.credential_files()
+    }
+
+    fn confinement(&self) -> Confinement {
+        let Access { paths, copies, writable, network } = self.home.access(&self.name);
+        Confinement::BeforeOpen { paths, copies, writable, network }
+    }
+
+    fn fence(&self) -> Result<Option<Box<dyn Fence>>> {
+        Ok(Some(Box::new(ObjectFence(self.clone()))))
+    }
+
+    fn stored(&self) -> Result<Option<Stored>> {
+        let (store, name) = (Arc::new(self.home.clone()), self.name.clone());
+        Ok(Some(Stored { store, name, snapshot: None }))
+    }
+}
+
+impl VolumeAt {
+    /// Reads the credentials that are missing.
+    fn complete(&self, options: &OpenOptions) -> Result<OpenOptions> {
+        let mut options = options.clone();
+        options.credentials.complete(&self.home.credential_files())?;
+        Ok(options)
+    }
+}
+
+impl StoreSpec for Home {
+    fn scheme(&self) -> &'static str {
+        self.scheme()
+    }
+
+    fn location(&self) -> String {
+        self.location(None)
+    }
+
+    fn options(&self) -> Vec<(String, String)> {
+        self.options()
+    }
+
+    fn volume(&self, name: &str, snapshot: Option<&str>) -> Result<Arc<dyn VolumeSpec>> {
+        match snapshot {
+            Some(_) => Err(no_snapshots()),
+            None => Ok(Arc::new(VolumeAt::new(self.clone(), name)?)),
+        }
+    }
+
+    fn connect(&self, claimant: &Claimant, credentials: CredentialSet) -> Result<Box<dyn Store>> {
+        Ok(Box::new(ObjectStore::connect(self, claimant, credentials)?))
+    }
+
+    fn with_access_of(&self, other: &dyn StoreSpec) -> Result<Arc<dyn StoreSpec>> {
+        let other: &dyn Any = other;
+        match other.downcast_ref::<Self>() {
+            Some(other) => Ok(Arc::new(self.with_access_of(other)?)),
+            None => Err(invalid("the two volumes have different kinds of stores")),
+        }
+    }
+}

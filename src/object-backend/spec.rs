@@ -1,0 +1,110 @@
+//! The URI of a volume: its home, and its name there.
+
+use cleat_backend::uri::{invalid, shown};
+use cleat_core::error::Result;
+
+use crate::home::Home;
+use crate::naming::{MAX_NAME, is_name};
+
+/// A volume.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct VolumeAt {
+    /// The place that holds it.
+    pub(crate) home: Home,
+    /// Its name there.
+    pub(crate) name: String,
+}
+
+impl VolumeAt {
+    /// Checks the name.
+    ///
+    /// # Errors
+    /// Returns `InvalidArgument` for a name that a volume cannot have.
+    pub(crate) fn new(home: Home, name: &str) -> Result<Self> {
+        if !is_name(name) {
+            return Err(invalid(format!("{:?} cannot be the name of a volume", shown(name)))
+                .with_repair(format!(
+                    "names have 1 to {MAX_NAME} bytes, begin with a letter or digit, and have no / and \
+                     no control characters"
+                )));
+        }
+        Ok(Self { home, name: name.to_owned() })
+    }
+
+    /// The name of the volume with its place, for messages.
+    pub(crate) fn shown(&self) -> String {
+        self.home.shown(&self.name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use cleat_backend::uri::{Options, VolumeUri};
+
+    use super::*;
+
+    const ACCESS: &str = "endpoint=http://h:7480&credentials_file=/k";
+
+    fn parse(text: &str) -> Result<String> {
+        let (location, options) = text.split_once('?').unwrap_or((text, ""));
+        let location = location.strip_prefix("s3:").expect("the scheme");
+        let (home, name) = Home::parse_volume("s3", location, Options::parse(options)?)?;
+        let volume = VolumeAt::new(home, &name)?;
+        Ok(VolumeUri::new(Arc::new(volume)).to_string())
+    }
+
+    #[test]
+    fn a_uri_has_one_spelling() {
+        for (text, canonical) in [
+            ("s3://b/v", "s3://b/v"),
+            ("s3://b/v/", "s3://b/v"),
+            ("s3://b/p/q/v%20w", "s3://b/p/q/v%20w"),
+        ] {
+            let uri = parse(&format!("{text}?{ACCESS}")).unwrap();
+            let options = "?endpoint=http://h:7480&credentials_file=/k";
+            assert_eq!(uri, format!("{canonical}{options}"));
+            assert_eq!(parse(&uri).unwrap(), uri);
+        }
+        let uri = parse("s3://b/v?region=eu&credentials_file=/k&endpoint=http://[::1]/").unwrap();
+        assert_eq!(uri, "s3://b/v?endpoint=http://%5b::1%5d:80&region=eu&credentials_file=/k");
+        assert_eq!(parse(&uri).unwrap(), uri);
+    }
+
+    #[test]
+    fn a_wrong_uri_is_refused_with_a_repair() {
+        for (text, part) in [
+            ("s3:b/v", "needs a bucket"),
+            ("s3://", "needs a bucket"),
+            ("s3://b", "name of a volume"),
+            ("s3://b//v", "part of a prefix"),
+            ("s3://b/.v", "name of a volume"),
+            ("s3://b/p/../v", "part of a prefix"),
+            ("s3://b!/v", "name of a bucket"),
+            ("s3://b/%ff", "not UTF-8"),
+            ("s3://b/a%2fb", "name of a volume"),
+        ] {
+            let error = parse(&format!("{text}?{ACCESS}")).expect_err(text);
+            assert!(error.message().contains(part), "{text}: {error}");
+        }
+        for (options, part) in [
+            ("", "endpoint"),
+            ("endpoint=http://h", "credentials_file"),
+            ("endpoint=h:80&credentials_file=/k", "no scheme"),
+            ("endpoint=ftp://h&credentials_file=/k", "not an endpoint"),
+            ("endpoint=http://h:0&credentials_file=/k", "not an endpoint"),
+            ("endpoint=http://h:70000&credentials_file=/k", "not an endpoint"),
+            ("endpoint=http://h/path&credentials_file=/k", "not an endpoint"),
+            ("endpoint=http://[::x]&credentials_file=/k", "not an endpoint"),
+            ("endpoint=http://u@h&credentials_file=/k", "not an endpoint"),
+            ("endpoint=https://h&credentials_file=/k", "no TLS"),
+            ("endpoint=http://h&credentials_file=k", "absolute path"),
+            ("endpoint=http://h&credentials_file=/k&region=a b", "region"),
+            ("endpoint=http://h&credentials_file=/k&secret=x", "no option"),
+        ] {
+            let error = parse(&format!("s3://b/v?{options}")).expect_err(options);
+            assert!(error.message().contains(part), "{options}: {error}");
+        }
+    }
+}

@@ -1,0 +1,288 @@
+//! Guarantees of volumes of objects beyond the common contract: in a directory, and in a bucket of a real store.
+
+use std::time::{Duration, Instant};
+
+use cleat::backends::REGISTRY;
+use cleat_backend::OpenOptions;
+use cleat_backend::claimant::{Claimant, ProcessMark};
+use cleat_backend::fence::Standing;
+use cleat_backend::store::{Layout, Page};
+use cleat_core::error::{Error, ErrorKind};
+use cleat_core::request::{IoError, Op};
+use test_kit::ceph::{BUCKET, shared};
+use test_kit::temp::on_disk;
+use test_kit::wait::wait_until;
+
+use crate::checks::pattern;
+use crate::client::{Local, Volume, job, write};
+use crate::places::{make_objects, s3_store};
+
+const MIB: u64 = 1 << 20;
+
+/// A store for one test.
+struct Store {
+    uri: String,
+    _directory: tempfile::TempDir,
+}
+
+impl Store {
+    fn directory() -> Self {
+        let directory = tempfile::tempdir_in(on_disk()).unwrap();
+        Self { uri: format!("dir:{}", directory.path().display()), _directory: directory }
+    }
+
+    fn bucket() -> Self {
+        let directory = tempfile::Builder::new().prefix("objects-").tempdir().unwrap();
+        let name = directory.path().file_name().unwrap().to_str().unwrap();
+        Self { uri: s3_store(name), _directory: directory }
+    }
+}
+
+fn claimant(node: &str, mapping: &str) -> Claimant {
+    Claimant {
+        node: node.into(),
+        boot_id: format!("boot of {node}"),
+        mapping_id: mapping.into(),
+        process: ProcessMark::own(),
+        ..Claimant::default()
+    }
+}
+
+fn as_client(claimant: Claimant) -> OpenOptions {
+    OpenOptions { claimant, ..OpenOptions::default() }
+}
+
+fn open(uri: &str, options: OpenOptions) -> Local {
+    Local::open(&REGISTRY.volume(uri).unwrap(), options)
+}
+
+fn refused(uri: &str, options: &OpenOptions) -> Error {
+    match REGISTRY.volume(uri).unwrap().open(options) {
+        Ok(_) => panic!("{uri} was opened"),
+        Err(error) => error,
+    }
+}
+
+fn deadline() -> Instant {
+    Instant::now() + Duration::from_secs(30)
+}
+
+macro_rules! on_both {
+    ($($name:ident)*) => { $(
+        mod $name {
+            #[test]
+            fn in_a_directory() {
+                super::$name(&super::Store::directory());
+            }
+
+            #[test]
+            fn in_a_bucket() {
+                super::$name(&super::Store::bucket());
+            }
+        }
+    )* };
+}
+
+on_both! {
+    a_second_writer_is_refused_and_a_reader_is_not
+    a_writer_that_lost_the_volume_stays_fenced
+    a_client_is_fenced_without_opening_the_volume
+    extents_report_what_was_written
+    volumes_are_managed_in_their_store
+}
+
+fn a_second_writer_is_refused_and_a_reader_is_not(store: &Store) {
+    let uri = make_objects(&store.uri, 8 * MIB);
+    let first = open(&uri, as_client(claimant("one", "a")));
+    first.client().one(write(0, &pattern(1, 4096)));
+    let error = refused(&uri, &as_client(claimant("two", "b")));
+    assert_eq!(error.kind(), ErrorKind::InUse, "{}", error.report());
+    assert!(error.message().contains("mapping a on node one"), "{error}");
+    assert!(error.repair().unwrap().contains("--take-over"), "{error}");
+    let reader = open(&uri, OpenOptions { read_only: true, ..OpenOptions::default() });
+    assert!(reader.client().read(0, 4096) == pattern(1, 4096));
+    first.client().one(write(0, &pattern(2, 4096)));
+    assert!(reader.client().read(0, 4096) == pattern(1, 4096), "a reader has one moment");
+    drop(first);
+    drop(open(&uri, as_client(claimant("two", "b"))));
+}
+
+fn a_writer_that_lost_the_volume_stays_fenced(store: &Store) {
+    let uri = make_objects(&store.uri, 8 * MIB);
+    let volume = open(&uri, as_client(claimant("one", "a")));
+    let idle = {
+        // Another mapping of the same test is opened only for its background work.
+        let other = make_idle(&store.uri);
+        let image = REGISTRY.volume(&other).unwrap();
+        let image = image.open(&as_client(claimant("one", "i"))).unwrap();
+        let background = image.background().unwrap();
+        assert_eq!(background.stop(deadline()), []);
+        background.restart();
+        drop(open(&other, as_client(Claimant { take_over: true, ..claimant("two", "b") })));
+        image
+    };
+    let mut client = volume.client();
+    client.one(write(0, &pattern(1, 4096)));
+    let forced = Claimant { take_over: true, ..claimant("two", "b") };
+    let second = open(&uri, as_client(forced));
+    second.client().one(write(0, &pattern(2, 4096)));
+    let late = (0..32).map(|n| write(n * 4096, &pattern(3, 4096))).collect();
+    assert!(client.run(late).iter().all(|done| done.result == Err(IoError::Fenced)));
+    for op in [Op::Read, Op::Flush, Op::Trim, Op::WriteZeroes] {
+        let range = if op == Op::Flush { 0 } else { 4096 };
+        assert_eq!(client.try_one(job(op, 0, range)), Err(IoError::Fenced), "{op:?}");
+    }
+    assert_eq!(volume.client().try_one(write(0, &[9; 512])), Err(IoError::Fenced));
+    assert!(volume.resize(16 * MIB).is_err());
+    let read = second.client().read(0, 32 * 4096);
+    assert!(read[..4096] == pattern(2, 4096) && read[4096..].iter().all(|byte| *byte == 0));
+    // A mapping with a device does not resume, also not by force. A new one of the same node may claim the volume.
+    drop((client, volume, second));
+    let resuming = Claimant { resumes: true, take_over: true, ..claimant("one", "a") };
+    let resumed = open(&uri, as_client(resuming));
+    assert_eq!(resumed.client().try_one(job(Op::Read, 0, 512)), Err(IoError::Fenced));
+    drop(open(&uri, as_client(claimant("one", "c"))));
+    wait_until("the idle volume is fenced", || idle.is_fenced());
+}
+
+/// Creates a second volume in a store.
+fn make_idle(store: &str) -> String {
+    let store = REGISTRY.store(store).unwrap();
+    store.connect().unwrap().create("idle", MIB, &Layout::default()).unwrap();
+    store.volume("idle", None).unwrap().to_string()
+}
+
+fn a_client_is_fenced_without_opening_the_volume(store: &Store) {
+    let uri = make_objects(&store.uri, 8 * MIB);
+    let fence = REGISTRY.volume(&uri).unwrap().fence().unwrap();
+    assert!(fence.clients(deadline()).unwrap().is_empty());
+    assert_eq!(fence.targets(None, deadline()).unwrap_err().kind(), ErrorKind::NotFound);
+    let volume = open(&uri, as_client(claimant("one", "a")));
+    volume.client().one(write(0, &pattern(1, 4096)));
+    let targets = fence.targets(None, deadline()).unwrap();
+    let [target] = &targets[..] else { panic!("{targets:?}") };
+    assert_eq!(target.client.node.as_deref(), Some("one"));
+    assert!(target.consequence.contains("of the node one"), "{}", target.consequence);
+    let by = Claimant { take_over: true, ..claimant("admin", "x") };
+    let mut other = targets.clone();
+    other[0].client.address = "epoch-99".to_owned();
+    let error = fence.fence(&other, &by, deadline()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InUse, "{}", error.report());
+    volume.client().one(write(0, &pattern(2, 4096)));
+    fence.fence(&targets, &by, deadline()).unwrap();
+    assert_eq!(volume.client().try_one(write(0, &pattern(3, 4096))), Err(IoError::Fenced));
+    let clients = fence.clients(deadline()).unwrap();
+    let [client] = &clients[..] else { panic!("{clients:?}") };
+    assert_eq!((&client.address, client.claim), (&target.client.address, Some(Standing::Taken)));
+    let error = fence.unfence(&client.address, &by, deadline()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    // The volume is free for any node, and has what was acknowledged.
+    let next = open(&uri, as_client(claimant("two", "b")));
+    assert!(next.client().read(0, 4096) == pattern(2, 4096));
+}
+
+fn extents_report_what_was_written(store: &Store) {
+    let volume = open(&make_objects(&store.uri, 64 * MIB), OpenOptions::default());
+    let mut client = volume.client();
+    client.one(write(3 * MIB - 4096, &pattern(1, 8192)));
+    client.one(write(40 * MIB, &pattern(2, 4096)));
+    client.one(job(Op::Trim, 3 * MIB, 512));
+    let shown = |range: std::ops::Range<u64>, limit: usize| -> Vec<(u64, bool)> {
+        let found = volume.extents(range.start, range.end - range.start, limit).unwrap();
+        found.iter().map(|extent| (extent.length, extent.hole)).collect()
+    };
+    let first = [(3 * MIB - 4096, true), (4096, false), (512, true), (3584, false)];
+    assert_eq!(shown(0..64 * MIB, 4), first);
+    assert_eq!(shown(0..MIB, 10), [(MIB, true)]);
+    let rest = [(MIB, true), (4096, false), (MIB - 4096, true)];
+    assert_eq!(shown(39 * MIB..41 * MIB, 10), rest);
+}
+
+fn volumes_are_managed_in_their_store(store: &Store) {
+    let place = REGISTRY.store(&store.uri).unwrap();
+    let connected = place.connect().unwrap();
+    let plain = Layout::default();
+    for name in ["b", "a-b", "a"] {
+        assert!(connected.create(name, MIB, &plain).unwrap(), "{name}");
+        assert!(!connected.create(name, MIB, &plain).unwrap(), "{name}");
+    }
+    let error = connected.create("a", 2 * MIB, &plain).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::AlreadyExists, "{}", error.report());
+    let page =
+        |after: Option<&str>| Page { after: after.map(str::to_owned), limit: 2, details: true };
+    let first = connected.list(&page(None)).unwrap();
+    let names: Vec<_> = first.volumes.iter().map(|entry| &*entry.name).collect();
+    assert_eq!((names, first.next.as_deref()), (vec!["a", "a-b"], Some("a-b")));
+    assert_eq!((first.volumes[0].size_bytes, first.volumes[0].watchers), (Some(MIB), Some(0)));
+    let second = connected.list(&page(Some("a-b"))).unwrap();
+    assert_eq!((&*second.volumes[0].name, second.next), ("b", None));
+
+    assert!(connected.resize("a", 3 * MIB, false, &mut go_on()).unwrap());
+    assert!(!connected.resize("a", 3 * MIB, false, &mut go_on()).unwrap());
+    let error = connected.resize("a", MIB, false, &mut go_on()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{}", error.report());
+    let uri = place.volume("a", None).unwrap().to_string();
+    let volume = open(&uri, as_client(claimant("one", "a")));
+    volume.client().one(write(3 * MIB - 4096, &pattern(1, 4096)));
+    let info = connected.info("a", None).unwrap();
+    assert_eq!((info.size_bytes, info.used_bytes), (3 * MIB, Some(4096)));
+    assert_eq!((info.watchers.len(), info.claim.is_some()), (1, true));
+    for error in [
+        connected.resize("a", 4 * MIB, false, &mut go_on()).unwrap_err(),
+        connected.remove("a", NOW, &mut go_on()).unwrap_err(),
+    ] {
+        assert_eq!(error.kind(), ErrorKind::InUse, "{}", error.report());
+        assert!(error.message().contains("on node one"), "{error}");
+    }
+    drop(volume);
+    assert!(connected.remove("a", NOW, &mut go_on()).unwrap().changed);
+    assert!(!connected.remove("a", NOW, &mut go_on()).unwrap().changed);
+    assert_eq!(refused(&uri, &OpenOptions::default()).kind(), ErrorKind::NotFound);
+    assert_eq!(connected.info("a", None).unwrap_err().kind(), ErrorKind::NotFound);
+}
+
+const NOW: cleat_backend::store::Removal = cleat_backend::store::Removal::Now;
+
+fn go_on() -> impl FnMut(u64, u64) -> std::ops::ControlFlow<()> {
+    |_, _| std::ops::ControlFlow::Continue(())
+}
+
+#[test]
+fn a_refused_access_names_its_cause() {
+    let (endpoint, credentials) = shared().s3();
+    let directory = tempfile::tempdir().unwrap();
+    let right = std::fs::read_to_string(&credentials).unwrap();
+    let wrong = |name: &str, content: &str| {
+        let path = directory.path().join(name);
+        std::fs::write(&path, content).unwrap();
+        path.display().to_string()
+    };
+    let id = right.lines().find(|line| line.contains("access_key_id")).unwrap();
+    let secret = wrong("secret", &format!("[default]\n{id}\naws_secret_access_key = wrong\n"));
+    let unknown = wrong("id", &right.replace("AKIA", "AKIB"));
+    let (right, port) = (credentials.display().to_string(), free_port());
+    for (bucket, endpoint, file, kind, part) in [
+        (BUCKET, &*endpoint, &secret, ErrorKind::PermissionDenied, "secret key"),
+        (BUCKET, &endpoint, &unknown, ErrorKind::PermissionDenied, "does not know the access key"),
+        (
+            "missing",
+            &endpoint,
+            &right,
+            ErrorKind::PermissionDenied,
+            "bucket missing does not exist",
+        ),
+        (BUCKET, &endpoint, &right, ErrorKind::NotFound, "does not exist"),
+        (BUCKET, &*format!("127.0.0.1:{port}"), &right, ErrorKind::Unavailable, "refused"),
+    ] {
+        let options = format!("endpoint=http://{endpoint}&credentials_file={file}");
+        let error = refused(&format!("s3://{bucket}/no/v?{options}"), &OpenOptions::default());
+        assert_eq!(error.kind(), kind, "{}", error.report());
+        assert!(error.report().contains(part), "{part}: {}", error.report());
+        assert!(error.repair().is_some(), "{}", error.report());
+    }
+}
+
+/// A port that nothing listens on.
+fn free_port() -> u16 {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}

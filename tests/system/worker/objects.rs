@@ -1,0 +1,226 @@
+//! A worker with a volume of objects, in a directory and in a bucket. It is confined before it opens the volume, whose
+//! client has threads.
+
+use std::time::Duration;
+
+#[cfg(feature = "fault")]
+use super::surroundings::Surroundings;
+use cleat::backends::REGISTRY;
+use cleat_backend::store::Layout;
+use cleat_core::error::ErrorKind;
+use cleat_worker::protocol::{FromWorker, Start, ToWorker};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use test_kit::ceph::{BUCKET, shared};
+use test_kit::nbd::kernel as nbd;
+use test_kit::worker::{Worker, failure, start_message};
+
+const SIZE: u64 = 8 << 20;
+const BLOCK: u32 = 4096;
+
+/// A new volume. The directory is removed with it.
+struct Volume {
+    uri: String,
+    _directory: tempfile::TempDir,
+}
+
+impl Volume {
+    fn in_directory() -> Self {
+        let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let store = format!("dir:{}", directory.path().display());
+        Self { uri: create(&store), _directory: directory }
+    }
+
+    fn in_bucket() -> Self {
+        let directory = tempfile::Builder::new().prefix("system-").tempdir().unwrap();
+        let prefix = directory.path().file_name().unwrap().to_str().unwrap();
+        let (endpoint, credentials) = shared().s3();
+        let credentials = credentials.display();
+        let options = format!("endpoint=http://{endpoint}&credentials_file={credentials}");
+        let store = format!("s3://{BUCKET}/{prefix}?{options}");
+        Self { uri: create(&store), _directory: directory }
+    }
+
+    fn start(&self) -> Start {
+        start_message(&self.uri)
+    }
+}
+
+fn create(store: &str) -> String {
+    let store = REGISTRY.store(store).unwrap();
+    let made = store.connect().unwrap().create("v", SIZE, &Layout::default());
+    assert!(made.unwrap_or_else(|error| panic!("{}", error.report())));
+    store.volume("v", None).unwrap().to_string()
+}
+
+fn is_served_by_a_confined_process(volume: &Volume) {
+    let (mut worker, ready) = Worker::ready(&volume.uri);
+    assert_eq!((ready.size, ready.preferred_block), (SIZE, BLOCK));
+    assert!(ready.outlives_worker);
+    for task in std::fs::read_dir(worker.proc("task")).unwrap().flatten() {
+        let status = std::fs::read_to_string(task.path().join("status")).unwrap();
+        let line = |key: &str| status.lines().find_map(|l| l.strip_prefix(key)).unwrap().trim();
+        assert_eq!((line("Seccomp:"), line("NoNewPrivs:")), ("2", "1"), "{status}");
+        assert_eq!(line("CapEff:"), "0000000000000000", "{status}");
+    }
+    let sockets = worker.serve(2);
+    let data: Vec<u8> = (0..1_u32 << 20).map(|n| (n % 251) as u8).collect();
+    assert_eq!(nbd::write(&sockets[0], 12345 * 512, &data), 0);
+    assert_eq!(nbd::simple(&sockets[1], nbd::FLUSH, 0, 0), 0);
+    assert!(nbd::read(&sockets[1], 12345 * 512, 1 << 20) == data);
+    assert_eq!(nbd::simple(&sockets[1], nbd::TRIM, 0, 4 << 20), 0);
+    let grown = worker.call(&ToWorker::Resize { size: 2 * SIZE, shrink: false });
+    assert_eq!(grown, FromWorker::Size { size: 2 * SIZE });
+    assert!(nbd::read(&sockets[0], 2 * SIZE - 4096, BLOCK).iter().all(|byte| *byte == 0));
+    worker.send(&ToWorker::Stop, &[]);
+    assert!(worker.exit().success(), "{}", worker.log());
+    let log = worker.log();
+    assert!(log.contains("confinement=[\"single-thread\", "), "confined with one thread: {log}");
+    // The worker released the volume: another node can open it at once.
+    let other = Start { node: "node-b".into(), mapping_id: "other".into(), ..volume.start() };
+    let worker = Worker::launch();
+    worker.send_start(&other);
+    let FromWorker::Ready(ready) = worker.receive() else { panic!("not ready") };
+    assert_eq!(ready.size, 2 * SIZE);
+}
+
+#[test]
+fn a_volume_in_a_directory_is_served_by_a_confined_process() {
+    is_served_by_a_confined_process(&Volume::in_directory());
+}
+
+#[test]
+fn a_volume_in_a_bucket_is_served_by_a_confined_process() {
+    is_served_by_a_confined_process(&Volume::in_bucket());
+}
+
+/// What the n-th write of a round has in its block.
+fn stamp(round: u64, number: u64) -> Vec<u8> {
+    [round.to_le_bytes(), number.to_le_bytes()].concat().repeat(BLOCK as usize / 16)
+}
+
+/// The worker is killed while it has 32 writes in flight, each to a block of its own, of which some are answered.
+fn keeps_acknowledged_writes(volume: &Volume, rounds: u64) {
+    const WRITES: u64 = 32;
+    // The rounds whose content each block may have.
+    let mut allowed = vec![vec![0_u64]; WRITES as usize];
+    for round in 1..=rounds {
+        let (mut worker, sockets) = Worker::serving(&volume.uri, 1);
+        for (number, allowed) in (0..).zip(&mut allowed) {
+            let found = nbd::read(&sockets[0], number * u64::from(BLOCK), BLOCK);
+            let content = |round: u64| match round {
+                0 => vec![0; BLOCK as usize],
+                round => stamp(round, number),
+            };
+            allowed.retain(|round| content(*round) == found);
+            assert_eq!(allowed.len(), 1, "round {round}, block {number}: {:?}", &found[..16]);
+        }
+        for number in 0..WRITES {
+            let data = stamp(round, number);
+            nbd::send(&sockets[0], nbd::WRITE, number, number * u64::from(BLOCK), BLOCK, &data);
+            allowed[number as usize].push(round);
+        }
+        for _ in 0..(round * 7) % WRITES {
+            let (number, error) = nbd::reply(&sockets[0]);
+            assert_eq!(error, 0);
+            allowed[number as usize] = vec![round];
+        }
+        worker.child.kill().unwrap();
+        worker.exit();
+    }
+}
+
+#[test]
+fn acknowledged_writes_survive_the_death_of_the_worker_of_a_directory() {
+    keeps_acknowledged_writes(&Volume::in_directory(), 20);
+}
+
+#[test]
+fn acknowledged_writes_survive_the_death_of_the_worker_of_a_bucket() {
+    keeps_acknowledged_writes(&Volume::in_bucket(), 5);
+}
+
+/// A worker is stopped while it has writes in flight, another node takes the volume over, and the worker continues.
+fn a_stopped_writer_is_fenced(volume: &Volume) {
+    let (worker, sockets) = Worker::serving(&volume.uri, 1);
+    assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
+    let pid = Pid::from_raw(worker.child.id().cast_signed());
+    kill(pid, Signal::SIGSTOP).unwrap();
+    for number in 0..16 {
+        let offset = number * u64::from(BLOCK);
+        nbd::send(&sockets[0], nbd::WRITE, number, offset, BLOCK, &[2; BLOCK as usize]);
+    }
+    let stranger = Start { node: "node-b".into(), mapping_id: "other".into(), ..volume.start() };
+    let refused = Worker::launch();
+    refused.send_start(&stranger);
+    let (kind, message) = failure(refused.receive());
+    assert_eq!(kind, ErrorKind::InUse, "{message}");
+    assert!(message.contains("node-a") && message.contains("0123abcd"), "{message}");
+    let mut second = Worker::launch();
+    second.send_start(&Start { take_over: true, ..stranger.clone() });
+    let answer = second.receive();
+    assert!(matches!(answer, FromWorker::Ready(_)), "{answer:?}");
+    let taken = second.serve(1);
+    assert_eq!(nbd::write(&taken[0], 4096, &[3; 4096]), 0);
+    kill(pid, Signal::SIGCONT).unwrap();
+    for _ in 0..16 {
+        let (number, error) = nbd::reply(&sockets[0]);
+        assert_ne!(error, 0, "write {number} was acknowledged");
+    }
+    assert_eq!(worker.receive(), FromWorker::Fenced);
+    assert_ne!(nbd::write(&sockets[0], 0, &[4; 4096]), 0);
+    assert_ne!(nbd::simple(&sockets[0], nbd::FLUSH, 0, 0), 0);
+    let read = nbd::read(&taken[0], 0, 16 * BLOCK);
+    assert!(read[..4096] == [1; 4096] && read[4096..8192] == [3; 4096]);
+    assert!(read[8192..].iter().all(|byte| *byte == 0));
+    // A worker that resumes the device of the first one serves nothing, because the users of the device rely on what
+    // they have read.
+    drop(worker);
+    let resuming = Worker::launch();
+    resuming.send_start(&Start { resumes: true, take_over: true, ..volume.start() });
+    let answer = resuming.receive();
+    assert!(matches!(answer, FromWorker::Ready(_)), "{answer:?}");
+    assert_eq!(nbd::write(&taken[0], 8192, &[5; 4096]), 0, "the second one continues");
+}
+
+#[test]
+fn a_stopped_writer_of_a_directory_is_fenced_by_a_take_over() {
+    a_stopped_writer_is_fenced(&Volume::in_directory());
+}
+
+#[test]
+fn a_stopped_writer_of_a_bucket_is_fenced_by_a_take_over() {
+    a_stopped_writer_is_fenced(&Volume::in_bucket());
+}
+
+/// Writes wait while the store does not answer, and none fails or is lost.
+#[test]
+fn an_outage_of_the_store_delays_writes() {
+    let volume = Volume::in_bucket();
+    let (_worker, sockets) = Worker::serving(&volume.uri, 1);
+    shared().tell("pause rgw");
+    for number in 0..8 {
+        let offset = number * u64::from(BLOCK);
+        nbd::send(&sockets[0], nbd::WRITE, number, offset, BLOCK, &stamp(1, number));
+    }
+    std::thread::sleep(Duration::from_secs(1));
+    shared().tell("resume rgw");
+    for _ in 0..8 {
+        assert_eq!(nbd::reply(&sockets[0]).1, 0);
+    }
+    for number in 0..8 {
+        assert!(nbd::read(&sockets[0], number * u64::from(BLOCK), BLOCK) == stamp(1, number));
+    }
+}
+
+/// The worker of a directory has no network, and sees no directory but that of its objects.
+#[cfg(feature = "fault")]
+#[test]
+fn code_inside_the_worker_of_a_directory_finds_every_road_closed() {
+    let around = Surroundings::new();
+    let volume = Volume::in_directory();
+    let (worker, sockets) = Worker::serving(&volume.uri, 1);
+    let answer = worker.call(&ToWorker::SetFault { plan: around.plan() });
+    assert_eq!(answer, FromWorker::Done);
+    assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
+}
