@@ -8,6 +8,9 @@ use kube::{Client, Resource};
 use crate::api::CALL_TIMEOUT;
 use crate::grant::VolumeGrant;
 
+/// The namespace of events about objects without a namespace.
+pub(crate) const EVENTS: &str = "default";
+
 /// The writer of events.
 pub(crate) struct Events(Recorder);
 

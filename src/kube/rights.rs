@@ -4,7 +4,9 @@
 use serde_json::{Value, json};
 
 use crate::crd;
+use crate::events::EVENTS;
 use crate::grant::{GROUP, PLURAL};
+use crate::nodes::LEASES;
 
 /// The service account of the agents of nodes.
 pub const NODE_ACCOUNT: &str = "cleat-node";
@@ -38,18 +40,19 @@ pub fn objects(namespace: &str) -> Vec<Value> {
             binding("ClusterRole", account, namespace),
         ));
     }
-    // The Lease of the leader.
-    let rules = json!([rule("coordination.k8s.io", &["leases"], &["get", "create", "update"])]);
-    objects.push(rbac("Role", CONTROLLER_ACCOUNT, Some(namespace), json!({ "rules": rules })));
-    let bound = binding("Role", CONTROLLER_ACCOUNT, namespace);
-    objects.push(rbac("RoleBinding", CONTROLLER_ACCOUNT, Some(namespace), bound));
+    for (role_namespace, rules) in controller_roles(namespace) {
+        let role = json!({ "rules": [rules] });
+        objects.push(rbac("Role", CONTROLLER_ACCOUNT, Some(role_namespace), role));
+        let bound = binding("Role", CONTROLLER_ACCOUNT, namespace);
+        objects.push(rbac("RoleBinding", CONTROLLER_ACCOUNT, Some(role_namespace), bound));
+    }
     objects.extend(policy(namespace));
     objects
 }
 
 fn controller_rules() -> Value {
     let all = ["get", "list", "watch", "create", "update", "patch", "delete"];
-    let watch = ["get", "list", "watch"];
+    let watch = ["list", "watch"];
     let storage = "storage.k8s.io";
     json!([
         rule(GROUP, &[PLURAL], &all),
@@ -59,10 +62,19 @@ fn controller_rules() -> Value {
         rule("", &["persistentvolumes"], &["get", "list", "watch", "patch"]),
         rule("", &["nodes"], &watch),
         rule(storage, &["csinodes"], &watch),
-        // Only with --lease-timeout.
-        rule("coordination.k8s.io", &["leases"], &["list", "watch"]),
-        rule("events.k8s.io", &["events"], &["create", "patch"]),
     ])
+}
+
+/// Returns the rights of the controller in single namespaces.
+fn controller_roles(namespace: &str) -> [(&str, Value); 3] {
+    let leases = |verbs| rule("coordination.k8s.io", &["leases"], verbs);
+    [
+        // The Lease of the leader.
+        (namespace, leases(&["get", "create", "update"])),
+        // Those of the nodes, only with --lease-timeout.
+        (LEASES, leases(&["list", "watch"])),
+        (EVENTS, rule("events.k8s.io", &["events"], &["create", "patch"])),
+    ]
 }
 
 fn grants_of_nodes() -> Value {

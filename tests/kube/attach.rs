@@ -9,6 +9,7 @@ use kube::ResourceExt;
 use kube::api::{DeleteParams, Patch, PatchParams};
 use serde_json::json;
 
+use crate::control_plane::{NAMESPACE, SECOND_LEASE};
 use crate::fixture::{World, eventually, finalizer, run};
 
 /// FAILED_PRECONDITION.
@@ -231,7 +232,7 @@ fn row_36_two_controllers_grant_a_volume_once() {
     run(async |world: World| {
         // Their leases are in different namespaces, so both lead, as with a leader that does not see its end.
         let controllers =
-            ["default", "kube-system"].map(|namespace| world.controller_with(namespace));
+            [NAMESPACE, SECOND_LEASE].map(|namespace| world.controller_with(namespace));
         let (a, b) = (world.node("a").await, world.node("b").await);
         let mut volumes = Vec::new();
         for number in 0..8 {

@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use cleat_kube::rights::NODE_ACCOUNT;
+use cleat_kube::rights::{CONTROLLER_ACCOUNT, NODE_ACCOUNT};
 use k8s_openapi::api::core::v1::{Pod, ServiceAccount};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::api::{Api, ApiResource, DynamicObject, PostParams};
@@ -16,7 +16,13 @@ use serde_json::{Value, json};
 use tonic::codegen::http::Request;
 
 /// The namespace of cleat's pods.
-const NAMESPACE: &str = "cleat-system";
+pub(crate) const NAMESPACE: &str = "cleat-system";
+
+/// Another namespace in which the account of the controller may have a lease.
+pub(crate) const SECOND_LEASE: &str = "kube-system";
+
+/// The namespace of the account of a controller whose requests are logged.
+pub(crate) const AUDITED: &str = "exact-rights";
 
 /// The token of an administrator.
 const TOKEN: &str = "administrator";
@@ -37,9 +43,29 @@ impl ControlPlane {
         SHARED.get_or_init(Self::start)
     }
 
-    /// Returns the path of a kubeconfig of an administrator.
-    pub(crate) fn kubeconfig(&self) -> PathBuf {
+    fn kubeconfig(&self) -> PathBuf {
         self.directory.join("kubeconfig")
+    }
+
+    /// Returns the path of a kubeconfig with exactly the rights of the controller.
+    pub(crate) fn controller_kubeconfig(&self) -> PathBuf {
+        self.directory.join("controller").join("kubeconfig")
+    }
+
+    /// Makes a kubeconfig with the rights of the controller's account in `namespace`, in the directory `name`.
+    pub(crate) async fn make_controller_kubeconfig(&self, namespace: &str, name: &str) -> PathBuf {
+        let accounts: Api<ServiceAccount> = Api::namespaced(self.client().await, namespace);
+        let token = account_token(&accounts, CONTROLLER_ACCOUNT, &json!({ "audiences": [] })).await;
+        let directory = self.directory.join(name);
+        fs::create_dir_all(&directory).unwrap();
+        write_kubeconfig(&directory, &self.directory.join("ca.crt"), &self.url, &token)
+    }
+
+    /// Returns the requests of the audited account, as the API server has logged them.
+    pub(crate) fn audited(&self) -> Vec<Value> {
+        let log = fs::read_to_string(self.directory.join("audit.log")).unwrap_or_default();
+        // The last line may be incomplete.
+        log.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
     }
 
     fn start() -> Self {
@@ -71,6 +97,7 @@ impl ControlPlane {
             let client = self.client().await;
             apply_definition(&client).await;
             apply_rights(&client).await;
+            self.make_controller_kubeconfig(NAMESPACE, "controller").await;
         });
     }
 
@@ -170,7 +197,7 @@ fn write_kubeconfig(directory: &Path, authority: &Path, url: &str, token: &str) 
         "users": [{ "name": "user", "user": { "token": token } }],
         "contexts": [{
             "name": "test",
-            "context": { "cluster": "test", "user": "user", "namespace": "default" },
+            "context": { "cluster": "test", "user": "user", "namespace": NAMESPACE },
         }],
         "current-context": "test",
     });
@@ -184,7 +211,18 @@ async fn apply_rights(client: &kube::Client) {
     let namespace = json!({
         "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": NAMESPACE },
     });
-    create(client, std::iter::once(namespace).chain(cleat_kube::rights::objects(NAMESPACE))).await;
+    let rights = cleat_kube::rights::objects(NAMESPACE);
+    // Tests with two leaders have a second lease.
+    let second = rights.iter().filter(|object| object["metadata"]["namespace"] == NAMESPACE);
+    let second = second.filter(|object| object["kind"].as_str().unwrap().starts_with("Role"));
+    let second: Vec<Value> = second
+        .cloned()
+        .map(|mut object| {
+            object["metadata"]["namespace"] = json!(SECOND_LEASE);
+            object
+        })
+        .collect();
+    create(client, std::iter::once(namespace).chain(rights).chain(second)).await;
 }
 
 /// Creates objects of any kind.
@@ -220,18 +258,16 @@ pub(crate) async fn node_token(client: &kube::Client, namespace: &str, node: &st
     }));
     let pods: Api<Pod> = Api::namespaced(client.clone(), namespace);
     pods.create(&PostParams::default(), &pod.unwrap()).await.unwrap();
-    let request = serde_json::from_value(json!({
-        "metadata": {},
-        "spec": {
-            "audiences": [],
-            "boundObjectRef": { "kind": "Pod", "apiVersion": "v1", "name": name },
-        },
-    }));
+    let pod = json!({ "kind": "Pod", "apiVersion": "v1", "name": name });
     let accounts: Api<ServiceAccount> = Api::namespaced(client.clone(), namespace);
-    let parameters = PostParams::default();
-    let answer =
-        accounts.create_token_request(NODE_ACCOUNT, &parameters, &request.unwrap()).await.unwrap();
-    answer.status.unwrap().token.unwrap()
+    let spec = json!({ "audiences": [], "boundObjectRef": pod });
+    account_token(&accounts, NODE_ACCOUNT, &spec).await
+}
+
+async fn account_token(accounts: &Api<ServiceAccount>, account: &str, spec: &Value) -> String {
+    let request = serde_json::from_value(json!({ "metadata": {}, "spec": spec })).unwrap();
+    let answer = accounts.create_token_request(account, &PostParams::default(), &request).await;
+    answer.unwrap().status.unwrap().token.unwrap()
 }
 
 async fn client(kubeconfig: &Path) -> kube::Client {
@@ -298,6 +334,14 @@ fn start_etcd(program: &Path, directory: &Path, client: u16, peer: u16) -> Child
 }
 
 fn start_api_server(program: &Path, directory: &Path, etcd: u16, port: u16) -> Child {
+    let account = format!("system:serviceaccount:{AUDITED}:{CONTROLLER_ACCOUNT}");
+    let policy = json!({
+        "apiVersion": "audit.k8s.io/v1",
+        "kind": "Policy",
+        "omitStages": ["RequestReceived"],
+        "rules": [{ "level": "Metadata", "users": [account] }, { "level": "None" }],
+    });
+    fs::write(directory.join("audit-policy"), policy.to_string()).unwrap();
     let file = |name: &str| directory.join(name).display().to_string();
     start(
         program,
@@ -318,6 +362,8 @@ fn start_api_server(program: &Path, directory: &Path, etcd: u16, port: u16) -> C
             "--disable-admission-plugins=ServiceAccount".to_owned(),
             "--endpoint-reconciler-type=none".to_owned(),
             "--allow-privileged=true".to_owned(),
+            format!("--audit-policy-file={}", file("audit-policy")),
+            format!("--audit-log-path={}", file("audit.log")),
         ],
     )
 }

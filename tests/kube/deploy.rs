@@ -33,14 +33,13 @@ fn documents(path: &Path) -> Vec<Value> {
     serde_saphyr::from_multiple(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// Returns the objects of `deploy/base` as `kubectl kustomize` prints them: its kustomization has resources, a
-/// namespace and a generated ConfigMap.
+/// Returns the objects of `deploy/base` as `kubectl kustomize` prints them: its kustomization has resources and
+/// a generated ConfigMap.
 fn objects() -> Vec<Value> {
     let base = Path::new(BASE);
     let [kustomization] = &documents(&base.join("kustomization.yaml"))[..] else {
         panic!("one kustomization");
     };
-    let namespace = &kustomization["namespace"];
     let resources = kustomization["resources"].as_array().unwrap();
     for file in resources {
         // kubectl refuses a file outside the directory of the kustomization.
@@ -54,13 +53,15 @@ fn objects() -> Vec<Value> {
             .map(|file| (file.to_owned(), json!(std::fs::read_to_string(base.join(file)).unwrap())))
             .collect();
         objects.push(json!({
-            "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": map["name"] }, "data": data,
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": { "name": map["name"], "namespace": map["namespace"] },
+            "data": data,
         }));
     }
-    for object in &mut objects {
-        if !CLUSTER_KINDS.contains(&object["kind"].as_str().unwrap()) {
-            object["metadata"]["namespace"] = namespace.clone();
-        }
+    for object in &objects {
+        let is_of_cluster = CLUSTER_KINDS.contains(&object["kind"].as_str().unwrap());
+        assert_eq!(object["metadata"]["namespace"].is_null(), is_of_cluster, "{object}");
     }
     objects
 }
@@ -113,8 +114,9 @@ fn each_object_exists_once_and_so_does_each_name_that_one_refers_to() {
     let objects = objects();
     let mut known = std::collections::BTreeSet::new();
     for object in &objects {
-        let name = (object["kind"].to_string(), object["metadata"]["name"].to_string());
-        assert!(known.insert(name.clone()), "there are two of {name:?}");
+        let metadata = &object["metadata"];
+        let names = [&object["kind"], &metadata["namespace"], &metadata["name"]];
+        assert!(known.insert(names.map(Value::to_string)), "there are two of {names:?}");
     }
     let exists = |kind: &str, name: &Value| {
         let found = |object: &&Value| object["kind"] == kind && &object["metadata"]["name"] == name;

@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-use crate::control_plane::{ControlPlane, free_ports};
+use crate::control_plane::{ControlPlane, NAMESPACE, free_ports};
 use crate::storage::TestStorage;
 
 /// How long a test waits for what the controller does at once.
@@ -97,9 +97,9 @@ pub(crate) fn get(port: u16, path: &str) -> String {
 impl World {
     /// The settings of a controller. `namespace` is that of its lease: controllers with different ones lead at
     /// the same time.
-    fn config(&self, namespace: &str) -> Config {
+    pub(crate) fn config(&self, namespace: &str) -> Config {
         Config {
-            kubeconfig: Some(ControlPlane::get().kubeconfig()),
+            kubeconfig: Some(ControlPlane::get().controller_kubeconfig()),
             driver: self.driver.clone(),
             namespace: Some(namespace.to_owned()),
             identity: format!("{}-{namespace}", self.driver),
@@ -112,14 +112,19 @@ impl World {
 
     /// Starts a controller.
     pub(crate) fn controller(&self) -> Controller {
-        self.controller_with("default")
+        self.controller_with(NAMESPACE)
     }
 
     /// Starts a controller whose lease is in `namespace`.
     pub(crate) fn controller_with(&self, namespace: &str) -> Controller {
+        self.controller_of(self.config(namespace))
+    }
+
+    /// Starts a controller with these settings.
+    pub(crate) fn controller_of(&self, config: Config) -> Controller {
         let [port] = free_ports();
         let listen = Some(SocketAddr::from(([127, 0, 0, 1], port)));
-        let config = Config { listen, ..self.config(namespace) };
+        let config = Config { listen, ..config };
         let storage = Arc::clone(&self.storage);
         let (stop, stopped) = oneshot::channel();
         let task = tokio::spawn(async move {

@@ -44,7 +44,8 @@ impl Process {
 
 fn command(driver: &str) -> Command {
     let mut command = Command::new(test_kit::binary::cleat());
-    let kubeconfig = format!("--kubeconfig={}", ControlPlane::get().kubeconfig().display());
+    let kubeconfig =
+        format!("--kubeconfig={}", ControlPlane::get().controller_kubeconfig().display());
     let driver = format!("--driver={driver}");
     command.args(["controller", &kubeconfig, &driver, "--log-format=human"]);
     command

@@ -15,6 +15,7 @@
 mod agent;
 mod attach;
 mod control_plane;
+mod controller_rights;
 mod definition;
 mod deploy;
 mod detach;
