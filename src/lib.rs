@@ -5,6 +5,7 @@
 //! other crates, each of which has a directory below `src/`.
 
 pub mod agent;
+pub mod attach_calls;
 pub mod backends;
 pub mod cli;
 pub mod doctor;

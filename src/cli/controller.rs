@@ -5,9 +5,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::{Globals, output};
+use crate::attach_calls::AttachSocket;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::random::Random;
-use cleat_kube::{Config, Policy, Timing};
+use cleat_kube::{CallServer, Config, Policy, Timing};
 use cleat_telemetry::{Format, Log};
 
 const EXAMPLES: &str = "\
@@ -28,7 +29,7 @@ Examples:
 /// Run the controller of a Kubernetes cluster: it attaches volumes, and decides which node may use them
 ///
 /// Of several controllers one works, and another one replaces it within 15 seconds. The controller handles the
-/// VolumeAttachments of the driver in the place of csi-attacher: run only one of the two.
+/// VolumeAttachments of the driver in the place of csi-attacher: run only one of the two, or use --csi-socket.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(super) struct Controller {
@@ -47,6 +48,9 @@ pub(super) struct Controller {
     /// The address of /metrics, /healthz and /readyz [default: none]
     #[arg(long, value_name = "IP:PORT")]
     listen: Option<SocketAddr>,
+    /// Serve ControllerPublish and ControllerUnpublish on this socket, and leave VolumeAttachments to csi-attacher
+    #[arg(long, value_name = "PATH")]
+    csi_socket: Option<PathBuf>,
     /// The number of objects that are worked on at the same time
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u16).range(1..=256))]
     workers: u16,
@@ -96,6 +100,8 @@ pub(super) fn run(globals: &Globals, args: Controller) -> Result<()> {
         Error::new(ErrorKind::InvalidArgument, format!("invalid --log-level: {why}"))
     })?;
     Log { format: args.log_format.unwrap_or(Format::Auto), filter: level }.init()?;
+    let driver = args.driver.clone();
+    let socket = args.csi_socket.map(|path| AttachSocket { path, driver });
     let config = Config {
         kubeconfig: args.kubeconfig,
         driver: args.driver,
@@ -109,6 +115,7 @@ pub(super) fn run(globals: &Globals, args: Controller) -> Result<()> {
             lease_timeout_s: args.lease_timeout,
             remediate: args.remediate,
         },
+        calls: socket.map(|socket| Arc::new(socket) as Arc<dyn CallServer>),
         election: Timing::default(),
     };
     cleat_kube::run(&config, Arc::new(crate::fencing::Volumes { clusters: args.clusters }))

@@ -50,6 +50,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     tonic_prost_build::configure()
         // Maps with a fixed order: equal messages have equal bytes.
         .btree_map(".")
+        // A service may have some of the calls. The others answer UNIMPLEMENTED.
+        .generate_default_stubs(true)
         .skip_debug(names)
         .compile_fds(files)?;
     Ok(())

@@ -17,6 +17,7 @@
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests wait in real time"))]
 
 mod addons;
+mod attach;
 mod attributes;
 mod busy;
 mod capability;
@@ -38,6 +39,7 @@ mod source;
 mod status;
 mod volume_id;
 
+pub use attach::{Attacher, Usage, serve_attacher};
 pub use driver::Driver;
 pub use grants::{Grants, Kept, Permission};
 pub use source::image_uri;

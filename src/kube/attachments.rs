@@ -5,12 +5,10 @@
 //! is being deleted. `attached` becomes true when its node has a grant, and the finalizer goes when the node has
 //! released the volume or was fenced.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_grants::answers;
 use cleat_grants::object::{Generation, Time};
 use k8s_openapi::api::core::v1::PersistentVolume;
 use k8s_openapi::api::storage::v1::{VolumeAttachment, VolumeError};
@@ -18,14 +16,11 @@ use kube::ResourceExt;
 use serde_json::json;
 
 use crate::api::{self, grpc_code, message, seconds, timestamp};
+use crate::attaching::{self, GENERATION, Way};
 use crate::cluster::{Cluster, Key, grant_of};
-use crate::grant::{VOLUME_ANNOTATION, VolumeGrant, grant_name};
+use crate::grant::{VOLUME_ANNOTATION, grant_name};
 use crate::queue::Next;
-use crate::source::{self, MODE_ANNOTATION, NODE_ID_ANNOTATION, Source};
-use crate::storage::Backing;
-
-/// The field of the publish context with the generation of the grant.
-const GENERATION: &str = "generation";
+use crate::source::{self, Source};
 
 /// How long a detach takes before its status says what it waits for. A normal one is faster.
 const DETACH_SHOWN_AFTER_S: u64 = 2;
@@ -66,20 +61,9 @@ async fn attach(cluster: &Cluster, known: &Arc<VolumeAttachment>) -> Result<Next
         let csi_node = cluster.csi_nodes.mirror.get(node);
         source::node_id(known, csi_node.as_deref())
     };
-    match cluster.storage.find(&source.handle)? {
-        Backing::Local { node_id: owner } if node_id()? == owner => {
-            mark_attached(cluster, known, None).await
-        }
-        Backing::Local { node_id: owner } => {
-            let message = format!(
-                "cannot attach volume {} to node {node}: the volume is stored on node {owner}",
-                source.handle
-            );
-            let repair = "give the PersistentVolume the node affinity of its node";
-            Err(Error::new(ErrorKind::InvalidArgument, message).with_repair(repair))
-        }
-        Backing::Granted(storage) => {
-            storage.check_mode(source.mode)?;
+    match attaching::way(cluster, &source, node, node_id)? {
+        Way::Local => mark_attached(cluster, known, None).await,
+        Way::Granted => {
             let known = prepare(cluster, known, volume.as_ref(), &source, node_id).await?;
             answer(cluster, &known).await
         }
@@ -110,26 +94,15 @@ async fn prepare(
             cluster.metrics.write("volume");
         }
     }
-    let mut annotations = known.annotations().clone();
-    annotations.insert(NODE_ID_ANNOTATION.to_owned(), node_id()?);
-    annotations.insert(VOLUME_ANNOTATION.to_owned(), source.handle.clone());
-    annotations.insert(MODE_ANNOTATION.to_owned(), format!("{:?}", source.mode));
     let finalizers = with(known.finalizers(), &cluster.finalizer);
-    let metadata = json!({ "finalizers": finalizers, "annotations": annotations });
-    let body = json!({ "metadata": metadata });
-    let what = "cannot add the finalizer to VolumeAttachment";
-    let prepared = cluster.attachments.patch(known, body, what).await?;
-    cluster.metrics.write("attachment");
-    cluster.queue.add(Key::Grant(grant_name(&cluster.config.driver, &source.handle)));
-    Ok(prepared)
+    attaching::make_request(cluster, known, source, node_id()?, &finalizers).await
 }
 
 /// Answers a request from the grant.
 async fn answer(cluster: &Cluster, known: &VolumeAttachment) -> Result<Next> {
     let Some(request) = source::request(known, &cluster.finalizer) else { return Ok(Next::Done) };
-    let grant = grant_of(known).and_then(|name| cluster.grants.mirror.get(&name));
-    let stored = grant.as_deref().map(VolumeGrant::stored);
-    match answers::publish(stored.as_ref().map(|stored| &stored.grant), &request) {
+    let Some(grant) = grant_of(known) else { return Ok(Next::Done) };
+    match attaching::published(cluster, &grant, &request) {
         Ok(generation) => mark_attached(cluster, known, Some(generation)).await,
         // The decision is not made yet. Its change of the grant has this attachment looked at again.
         Err(error) if error.kind() == ErrorKind::Aborted => Ok(Next::Done),
@@ -146,8 +119,7 @@ async fn mark_attached(
     known: &VolumeAttachment,
     generation: Option<Generation>,
 ) -> Result<Next> {
-    let metadata: BTreeMap<&str, String> =
-        generation.iter().map(|generation| (GENERATION, generation.to_string())).collect();
+    let metadata = attaching::context(generation);
     let status = known.status.as_ref();
     let has = status.and_then(|status| status.attachment_metadata.as_ref());
     let has = has.and_then(|metadata| metadata.get(GENERATION));
@@ -176,25 +148,10 @@ async fn detach(cluster: &Cluster, known: &Arc<VolumeAttachment>) -> Result<Next
         return finish_detach(cluster, known).await;
     };
     let grant = grant_name(&cluster.config.driver, &handle);
-    let is_other = |other: &Arc<VolumeAttachment>| {
-        other.name_any() != known.name_any() && other.spec.node_name == *node
-    };
-    let others = cluster.attachments_of(&grant);
-    let mut others = others.iter().filter(|other| is_other(other));
-    let is_asked_again = others.any(|other| source::request(other, &cluster.finalizer).is_some());
-    if is_asked_again {
+    if attaching::is_requested(cluster, &grant, node, &known.name_any()) {
         return finish_detach(cluster, known).await;
     }
-    let unpublish = |object: Option<Arc<VolumeGrant>>| {
-        let stored = object.as_deref().map(VolumeGrant::stored);
-        answers::unpublish(stored.as_ref().map(|stored| &stored.grant), node)
-    };
-    let mut answer = unpublish(cluster.grants.mirror.get(&grant));
-    if answer.is_ok() {
-        // The mirror may be old, and the end of the attachment says that the node cannot use the volume.
-        answer = unpublish(cluster.grants.refresh(&grant).await?);
-    }
-    match answer {
+    match attaching::unpublished(cluster, &grant, node).await {
         Ok(()) => finish_detach(cluster, known).await,
         Err(error) => {
             // The deletion has had the grant looked at. This must not do it again: a decision that waits has its

@@ -17,10 +17,12 @@ use kube::{Client, Resource, ResourceExt};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
+use tokio::sync::watch;
 
 use crate::api::{self, call};
 use crate::config::Config;
 use crate::events::Events;
+use crate::failures::Failures;
 use crate::grant::{VOLUME_ANNOTATION, VolumeGrant, grant_name};
 use crate::metrics::Metrics;
 use crate::mirror::{Index, Mirror};
@@ -87,6 +89,9 @@ pub(crate) struct Cluster {
     pub(crate) queue: Queue<Key>,
     pub(crate) events: Events,
     pub(crate) metrics: Arc<Metrics>,
+    /// Sends when a mirror has changed or a decision has failed.
+    pub(crate) changes: watch::Sender<()>,
+    pub(crate) failures: Failures,
 }
 
 impl Cluster {
@@ -110,6 +115,8 @@ impl Cluster {
             events: Events::new(client.clone(), &config.identity),
             config: config.clone(),
             metrics,
+            changes: watch::Sender::new(()),
+            failures: Failures::default(),
         }
     }
 
@@ -144,8 +151,9 @@ impl Cluster {
         names.filter_map(state).collect()
     }
 
-    /// Has the attachments of a volume looked at.
+    /// Has the attachments of a volume looked at, and calls that wait for it.
     pub(crate) fn look_at_attachments(&self, attachments: &[Arc<VolumeAttachment>]) {
+        self.changes.send_replace(());
         for attachment in attachments {
             self.queue.add(Key::Attachment(attachment.name_any()));
         }

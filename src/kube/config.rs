@@ -2,9 +2,11 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use cleat_grants::policy::Policy;
 
+use crate::call_server::CallServer;
 use crate::lease::Timing;
 
 /// The settings of the controller.
@@ -24,6 +26,9 @@ pub struct Config {
     pub workers: usize,
     /// When fencing may start.
     pub policy: Policy,
+    /// Serves ControllerPublish and ControllerUnpublish for external-attacher, which then handles the
+    /// VolumeAttachments. Without it, the controller handles them itself.
+    pub calls: Option<Arc<dyn CallServer>>,
     /// The times of the leader election.
     pub election: Timing,
 }

@@ -18,6 +18,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use crate::attachments;
+use crate::calls::OfLeader;
 use crate::cluster::{BY_NODE, BY_VOLUME, Cluster, Key, Kind, grant_of};
 use crate::grant::{DRIVER_LABEL, VolumeGrant};
 use crate::mirror::Change;
@@ -72,6 +73,9 @@ pub(crate) async fn lead(cluster: Arc<Cluster>, role: &watch::Sender<Role>) {
         "leading"
     );
     role.send_replace(Role::Leader);
+    if let Some(server) = &cluster.config.calls {
+        tasks.spawn(server.serve(Arc::new(OfLeader::new(&cluster))));
+    }
     for _ in 0..cluster.config.workers {
         let cluster = Arc::clone(&cluster);
         tasks.spawn(async move {
@@ -127,6 +131,7 @@ fn feed<K>(
             if is_wanted {
                 for change in kind(&cluster).mirror.apply(event) {
                     changed(&cluster, &change);
+                    cluster.changes.send_replace(());
                 }
             }
         }
@@ -219,14 +224,18 @@ async fn work(cluster: &Cluster) {
     // An object that is answered from the mirrors waits for nothing: other tasks must get their turn.
     tokio::task::yield_now().await;
     let (kind, result) = match &key {
+        // external-attacher handles it.
+        Key::Attachment(_) if cluster.config.calls.is_some() => ("attachment", Ok(Next::Done)),
         Key::Attachment(name) => ("attachment", attachments::sync(cluster, name).await),
         Key::Volume(name) => ("volume", persistent_volumes::sync(cluster, name).await),
         Key::Grant(name) => {
             let decided = volumes::decide(cluster, name).await;
-            if let Err(error) = &decided
-                && !attachments::is_conflict(error)
-            {
-                volumes::report(cluster, name, error).await;
+            match &decided {
+                Err(error) if !attachments::is_conflict(error) => {
+                    volumes::report(cluster, name, error).await;
+                }
+                Err(_) => {}
+                Ok(_) => cluster.failures.remove(name),
             }
             ("grant", decided)
         }

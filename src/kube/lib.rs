@@ -6,6 +6,8 @@
 //! - Output: grants ([`grant::VolumeGrant`]), the status, annotations and finalizers of VolumeAttachments,
 //!   finalizers of PersistentVolumes, events; fences at the storage ([`storage::Fencing`]).
 //!
+//! With external-attacher, that program handles VolumeAttachments, and calls (`calls`); both ways use `attaching`.
+//!
 //! One process leads (`lease`), and everything that it knows can be read again: a new leader begins with empty
 //! mirrors. `leader` watches and queues, `attachments`, `volumes` and `persistent_volumes` work on one object each.
 //!
@@ -14,13 +16,17 @@
 
 pub mod agent;
 mod api;
+mod attaching;
 mod attachments;
+mod call_server;
+mod calls;
 mod client;
 mod cluster;
 mod config;
 mod controller;
 pub mod crd;
 mod events;
+mod failures;
 pub mod grant;
 mod leader;
 mod lease;
@@ -35,6 +41,7 @@ mod source;
 pub mod storage;
 mod volumes;
 
+pub use call_server::{CallAnswer, CallServer, Calls, Publish};
 pub use cleat_grants::policy::Policy;
 pub use config::Config;
 pub use controller::{run, run_until};

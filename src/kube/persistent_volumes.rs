@@ -26,6 +26,10 @@ pub(crate) async fn sync(cluster: &Cluster, name: &str) -> Result<Next> {
     if let Some(csi) = csi.filter(|csi| csi.driver == cluster.config.driver) {
         remove_grant(cluster, &grant_name(&csi.driver, &csi.volume_handle), name).await?;
     }
+    if cluster.config.calls.is_some() {
+        // The finalizer is that of external-attacher.
+        return Ok(Next::Done);
+    }
     let kept: Vec<&String> =
         known.finalizers().iter().filter(|known| **known != cluster.finalizer).collect();
     let body = json!({ "metadata": { "finalizers": kept } });

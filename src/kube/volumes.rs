@@ -314,8 +314,13 @@ impl<'a> Volume<'a> {
     }
 }
 
-/// Writes an error of a decision to the attachments that wait for it.
+/// Gives an error of a decision to what waits for it: writes it to the attachments, or has the calls return it.
 pub(crate) async fn report(cluster: &Cluster, name: &str, error: &Error) {
+    if cluster.config.calls.is_some() {
+        cluster.failures.put(name, error);
+        cluster.look_at_attachments(&[]);
+        return;
+    }
     for attachment in cluster.attachments_of(name) {
         let name = attachment.name_any();
         let written = crate::attachments::save_error(cluster, &name, error).await;

@@ -106,6 +106,7 @@ impl World {
             listen: None,
             workers: 4,
             policy: Policy { release_timeout_s: 1, ..Policy::default() },
+            calls: None,
             election: Timing::default(),
         }
     }
@@ -291,6 +292,11 @@ impl World {
     /// Plays the agent of a node: unmaps the volume, releases the claim, and says so.
     pub(crate) async fn release(&self, handle: &str, node: &str, generation: Generation) {
         self.storage.image(handle).release_claim(node);
+        self.released(handle, node, generation).await;
+    }
+
+    /// Plays the agent of a node that has no claim: says so.
+    pub(crate) async fn released(&self, handle: &str, node: &str, generation: Generation) {
         let mount = (Signal::SafeToMount, Truth::False, Reason::Released, generation);
         let detach = (Signal::SafeToDetach, Truth::True, Reason::Released, generation);
         self.report(handle, node, &[mount, detach]).await;

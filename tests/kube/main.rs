@@ -14,6 +14,7 @@
 
 mod agent;
 mod attach;
+mod calls;
 mod control_plane;
 mod controller_rights;
 mod definition;

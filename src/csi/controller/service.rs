@@ -113,6 +113,19 @@ impl Controller {
 #[derive(Clone)]
 pub(crate) struct ControllerService(pub(crate) Controller);
 
+impl ControllerService {
+    /// Checks that this process decides which node may use a volume. With grants, only the controller of Kubernetes
+    /// knows all nodes.
+    fn check_publish(&self) -> Result<(), Status> {
+        if self.0.config.grants {
+            return Err(Status::unimplemented(
+                "volumes are attached by cleat controller (csi.grants): call it there (--csi-socket)",
+            ));
+        }
+        Ok(())
+    }
+}
+
 #[tonic::async_trait]
 impl Service for ControllerService {
     async fn create_volume(
@@ -154,6 +167,7 @@ impl Service for ControllerService {
         &self,
         request: Request<csi::ControllerPublishVolumeRequest>,
     ) -> Result<Response<csi::ControllerPublishVolumeResponse>, Status> {
+        self.check_publish()?;
         let deadline = deadline::of(request.metadata());
         let mut request = request.into_inner();
         let secrets = checked(Secrets::take(take(&mut request.secrets)))?;
@@ -179,6 +193,7 @@ impl Service for ControllerService {
         &self,
         request: Request<csi::ControllerUnpublishVolumeRequest>,
     ) -> Result<Response<csi::ControllerUnpublishVolumeResponse>, Status> {
+        self.check_publish()?;
         let deadline = deadline::of(request.metadata());
         let mut request = request.into_inner();
         let secrets = checked(Secrets::take(take(&mut request.secrets)))?;
@@ -289,10 +304,13 @@ impl Service for ControllerService {
         &self,
         _: Request<csi::ControllerGetCapabilitiesRequest>,
     ) -> Result<Response<csi::ControllerGetCapabilitiesResponse>, Status> {
-        let announced = RPCS.map(|rpc| csi::ControllerServiceCapability {
+        let has_publish = !self.0.config.grants;
+        let rpcs = RPCS.into_iter();
+        let rpcs = rpcs.filter(|rpc| has_publish || *rpc != Rpc::PublishUnpublishVolume);
+        let announced = rpcs.map(|rpc| csi::ControllerServiceCapability {
             r#type: Some(capability::Type::Rpc(capability::Rpc { r#type: rpc.into() })),
         });
-        let capabilities = announced.into();
+        let capabilities = announced.collect();
         Ok(Response::new(csi::ControllerGetCapabilitiesResponse { capabilities }))
     }
 

@@ -13,6 +13,8 @@ use cleat_core::policy;
 use cleat_csi_api::csi::v1 as csi;
 use cleat_node::csi_config::CsiConfig;
 use csi::controller_server::Controller as _;
+use csi::controller_service_capability::rpc::Type as RpcType;
+use csi::controller_service_capability::{Rpc, Type as Kind};
 use csi::volume_capability::access_mode::Mode;
 use csi::volume_capability::{AccessMode, AccessType, MountVolume};
 use csi::volume_health::VolumeHealthEntry;
@@ -152,6 +154,32 @@ impl Fixture {
         let ids = answer.entries.into_iter().map(|entry| entry.volume.unwrap().volume_id);
         Ok((ids.collect(), answer.next_token))
     }
+}
+
+#[tokio::test]
+async fn a_node_with_grants_does_not_attach() {
+    let mut service = Fixture::new().service;
+    for grants in [false, true] {
+        let config = CsiConfig { grants, ..(*service.0.config).clone() };
+        service.0.config = Arc::new(config);
+        let known = service
+            .controller_get_capabilities(Request::new(
+                csi::ControllerGetCapabilitiesRequest::default(),
+            ))
+            .await
+            .unwrap();
+        let kind = Kind::Rpc(Rpc { r#type: RpcType::PublishUnpublishVolume.into() });
+        let capabilities = known.into_inner().capabilities;
+        assert_eq!(!grants, capabilities.iter().any(|known| known.r#type == Some(kind)));
+    }
+    let published = service
+        .controller_publish_volume(Request::new(csi::ControllerPublishVolumeRequest::default()))
+        .await;
+    assert!(refused(published, Code::Unimplemented).contains("--csi-socket"));
+    let unpublished = service
+        .controller_unpublish_volume(Request::new(csi::ControllerUnpublishVolumeRequest::default()))
+        .await;
+    assert!(refused(unpublished, Code::Unimplemented).contains("--csi-socket"));
 }
 
 /// Returns the request for a volume of [`SIZE`] bytes.

@@ -1,0 +1,275 @@
+//! ControllerPublish and ControllerUnpublish, for external-attacher in the place of the own attacher. The calls
+//! decide nothing: they make the VolumeAttachment a request or withdraw it, and wait for the answer of the grant.
+//!
+//! A request is stored in the VolumeAttachment, as with the own attacher. A call may therefore be interrupted
+//! anywhere and repeated, also after another process has become the leader.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_grants::controller::Request;
+use cleat_grants::object::Mode;
+use k8s_openapi::api::storage::v1::VolumeAttachment;
+use kube::ResourceExt;
+use serde_json::json;
+use tokio::time::{Instant, timeout_at};
+
+use crate::attaching::{self, Way};
+use crate::call_server::{CallAnswer, Calls, Publish};
+use crate::cluster::{BY_NODE, Cluster, Key};
+use crate::grant::{VOLUME_ANNOTATION, grant_name};
+use crate::queue::CONFLICT;
+use crate::source::{self, MODE_ANNOTATION, NODE_ID_ANNOTATION, Source};
+
+/// How long a call waits for its VolumeAttachment: the watch may be later than the call.
+const ATTACHMENT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The calls, as the leader answers them. A process that does not lead any more has no cluster.
+#[derive(Debug)]
+pub(crate) struct OfLeader(Weak<Cluster>);
+
+impl OfLeader {
+    pub(crate) fn new(cluster: &Arc<Cluster>) -> Self {
+        Self(Arc::downgrade(cluster))
+    }
+
+    fn cluster(&self) -> Result<Arc<Cluster>> {
+        self.0.upgrade().ok_or_else(|| {
+            let message = "this controller is not the leader any more";
+            Error::new(ErrorKind::Unavailable, message).with_repair("repeat the call")
+        })
+    }
+}
+
+impl Calls for OfLeader {
+    fn publish<'a>(
+        &'a self,
+        call: &'a Publish,
+        deadline: Instant,
+    ) -> CallAnswer<'a, BTreeMap<String, String>> {
+        Box::pin(async move { publish(&*self.cluster()?, call, deadline).await })
+    }
+
+    fn unpublish<'a>(
+        &'a self,
+        volume: &'a str,
+        node_id: Option<&'a str>,
+        deadline: Instant,
+    ) -> CallAnswer<'a, ()> {
+        Box::pin(async move { unpublish(&*self.cluster()?, volume, node_id, deadline).await })
+    }
+}
+
+async fn publish(
+    cluster: &Cluster,
+    call: &Publish,
+    deadline: Instant,
+) -> Result<BTreeMap<String, String>> {
+    let node = known_node(cluster, &call.node_id).ok_or_else(|| {
+        let message = format!("no node has the node id {} of the driver", call.node_id);
+        Error::new(ErrorKind::NotFound, message)
+            .with_repair(format!("start the agent on node {}: cleat node", call.node_id))
+    })?;
+    let source = Source { handle: call.volume.clone(), mode: call.mode };
+    if attaching::way(cluster, &source, &node, || Ok(call.node_id.clone()))? == Way::Local {
+        return Ok(attaching::context(None));
+    }
+    let grant = grant_name(&cluster.config.driver, &call.volume);
+    // An earlier failure is not an answer to this call.
+    cluster.failures.remove(&grant);
+    request(cluster, &source, call, &node, deadline).await?;
+    cluster.queue.add(Key::Grant(grant.clone()));
+    let request = Request { node, mode: call.mode, pod_uids: Vec::new() };
+    let mut changes = cluster.changes.subscribe();
+    loop {
+        let pending = match attaching::published(cluster, &grant, &request) {
+            Err(error) if error.kind() == ErrorKind::Aborted => error,
+            answer => return answer.map(|generation| attaching::context(Some(generation))),
+        };
+        if let Some(failure) = cluster.failures.get(&grant) {
+            return Err(failure);
+        }
+        if timeout_at(deadline, changes.changed()).await.is_err() {
+            return Err(pending);
+        }
+    }
+}
+
+async fn unpublish(
+    cluster: &Cluster,
+    volume: &str,
+    node_id: Option<&str>,
+    deadline: Instant,
+) -> Result<()> {
+    let grant = grant_name(&cluster.config.driver, volume);
+    let nodes = match node_id {
+        Some(id) => vec![detached_node(cluster, &grant, id)],
+        None => {
+            let known = cluster.grants.refresh(&grant).await?;
+            let holders = known.iter().flat_map(|grant| &grant.spec.holders);
+            holders.map(|holder| holder.node.clone()).collect()
+        }
+    };
+    cluster.failures.remove(&grant);
+    for node in nodes {
+        unpublish_node(cluster, &grant, &node, deadline).await?;
+    }
+    Ok(())
+}
+
+/// Makes the VolumeAttachment of a call a request.
+async fn request(
+    cluster: &Cluster,
+    source: &Source,
+    call: &Publish,
+    node: &str,
+    deadline: Instant,
+) -> Result<()> {
+    let patience = deadline.min(Instant::now() + ATTACHMENT_TIMEOUT);
+    let mut changes = cluster.changes.subscribe();
+    loop {
+        let known = attachment(cluster, &source.handle, node).await?;
+        if let Some(known) = known.filter(|known| known.finalizers().contains(&cluster.finalizer)) {
+            match source::request(&known, &cluster.finalizer) {
+                Some(request) if request.mode == source.mode => return Ok(()),
+                Some(request) => return Err(other_mode(source, node, request.mode)),
+                None => {}
+            }
+            let (id, finalizers) = (call.node_id.clone(), known.finalizers());
+            let made = attaching::make_request(cluster, &known, source, id, finalizers).await;
+            match made {
+                // external-attacher has written meanwhile. The present state was read.
+                Err(error) if error.kind() == ErrorKind::Aborted && Instant::now() < deadline => {
+                    tokio::time::sleep(CONFLICT).await;
+                    continue;
+                }
+                other => return other.map(|_| ()),
+            }
+        }
+        if timeout_at(patience, changes.changed()).await.is_err() {
+            let (volume, finalizer) = (&source.handle, &cluster.finalizer);
+            let message = format!(
+                "cannot attach volume {volume} to node {node}: no VolumeAttachment with the finalizer \
+                 {finalizer} asks for it"
+            );
+            return Err(Error::new(ErrorKind::Unsupported, message)
+                .with_repair("call it through external-attacher"));
+        }
+    }
+}
+
+/// Withdraws the requests of a node, and waits until it has no grant.
+async fn unpublish_node(
+    cluster: &Cluster,
+    grant: &str,
+    node: &str,
+    deadline: Instant,
+) -> Result<()> {
+    let mut changes = cluster.changes.subscribe();
+    loop {
+        match withdraw(cluster, grant, node).await {
+            // The attachment was deleted meanwhile, for example. The present state was read.
+            Err(error) if error.kind() == ErrorKind::Aborted && Instant::now() < deadline => {
+                tokio::time::sleep(CONFLICT).await;
+            }
+            Ok(true) => return Ok(()),
+            Ok(false) => break,
+            Err(error) => return Err(error),
+        }
+    }
+    cluster.queue.add(Key::Grant(grant.to_owned()));
+    loop {
+        let pending = match attaching::unpublished(cluster, grant, node).await {
+            Err(error) if error.kind() == ErrorKind::Aborted => error,
+            answer => return answer,
+        };
+        if let Some(failure) = cluster.failures.get(grant) {
+            return Err(failure);
+        }
+        if timeout_at(deadline, changes.changed()).await.is_err() {
+            return Err(pending);
+        }
+    }
+}
+
+/// Withdraws the requests of a node. Returns whether one of them stays.
+async fn withdraw(cluster: &Cluster, grant: &str, node: &str) -> Result<bool> {
+    let attachments = cluster.attachments_of(grant);
+    let ending = attachments
+        .iter()
+        .find(|known| known.spec.node_name == node && known.metadata.deletion_timestamp.is_some());
+    // Of two attachments of one volume on one node, the end of one leaves the other.
+    let ending = ending.map(|known| known.name_any());
+    if let Some(ending) = &ending
+        && attaching::is_requested(cluster, grant, node, ending)
+    {
+        return Ok(true);
+    }
+    for known in attachments.iter().filter(|known| known.spec.node_name == node) {
+        if source::request(known, &cluster.finalizer).is_some() {
+            let annotations = json!({ VOLUME_ANNOTATION: null, MODE_ANNOTATION: null });
+            let body = json!({ "metadata": { "annotations": annotations } });
+            let what = "cannot withdraw the request of VolumeAttachment";
+            cluster.attachments.patch(known, body, what).await?;
+            cluster.metrics.write("attachment");
+        }
+    }
+    Ok(false)
+}
+
+/// Returns the VolumeAttachment that asks for a volume on a node and is not being deleted.
+async fn attachment(
+    cluster: &Cluster,
+    handle: &str,
+    node: &str,
+) -> Result<Option<Arc<VolumeAttachment>>> {
+    for known in cluster.attachments.mirror.find(BY_NODE, node) {
+        if known.metadata.deletion_timestamp.is_some() {
+            continue;
+        }
+        let volume = match &known.spec.source.persistent_volume_name {
+            Some(name) => cluster.persistent_volume(name).await?,
+            None => None,
+        };
+        let source = source::of_attachment(&known, volume.as_deref());
+        if source.is_ok_and(|source| source.handle == handle) {
+            return Ok(Some(known));
+        }
+    }
+    Ok(None)
+}
+
+/// Returns the node on which the driver has registered with this id.
+fn known_node(cluster: &Cluster, id: &str) -> Option<String> {
+    let is_meant = |node: &Arc<k8s_openapi::api::storage::v1::CSINode>| {
+        let driver = &cluster.config.driver;
+        node.spec.drivers.iter().any(|known| known.name == *driver && known.node_id == id)
+    };
+    let named = cluster.csi_nodes.mirror.get(id).filter(is_meant);
+    named
+        .or_else(|| cluster.csi_nodes.mirror.all().into_iter().find(is_meant))
+        .map(|n| n.name_any())
+}
+
+/// Returns the node with this id, also if it is gone: from the attachments of the volume, or its name. Nodes of cleat
+/// have their names as ids.
+fn detached_node(cluster: &Cluster, grant: &str, id: &str) -> String {
+    let recorded = || {
+        let attachments = cluster.attachments_of(grant);
+        let has_id = |known: &&Arc<VolumeAttachment>| {
+            known.annotations().get(NODE_ID_ANNOTATION).is_some_and(|known| known == id)
+        };
+        attachments.iter().find(has_id).map(|known| known.spec.node_name.clone())
+    };
+    known_node(cluster, id).or_else(recorded).unwrap_or_else(|| id.to_owned())
+}
+
+fn other_mode(source: &Source, node: &str, mode: Mode) -> Error {
+    let message = format!(
+        "cannot attach volume {} to node {node} in the mode {:?}: it is requested there in the mode {mode:?}",
+        source.handle, source.mode
+    );
+    Error::new(ErrorKind::AlreadyExists, message).with_repair("detach it first")
+}
