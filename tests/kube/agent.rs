@@ -164,6 +164,32 @@ fn row_12_a_revoked_volume_stays_until_its_users_have_ended() {
 }
 
 #[test]
+fn row_13_a_revoked_volume_in_use_ends_by_force_if_that_is_configured() {
+    run(async |world: World| {
+        let controller = world.controller();
+        let after = Duration::from_secs(3);
+        let a = TestNode::start_with_force(&world, "a", after).await;
+        let handle = &image("forced").await;
+        let (attachment, generation) = staged(&world, handle, &a).await;
+        a.use_device(handle, true);
+        world.detach(&attachment).await;
+        world.revoked(handle, &a.name).await;
+        let revoked = Instant::now();
+        a.write(handle, &[1; 4096]).await.unwrap();
+        a.unmapped(handle).await;
+        assert!(revoked.elapsed() >= after, "{:?}", revoked.elapsed());
+        // It was released, not fenced.
+        world.gone(&attachment).await;
+        let grant = world.grant(handle).await.unwrap().stored().grant;
+        assert!(grant.status.fences.is_empty());
+        let known = grant.entry(&a.name).unwrap();
+        assert!(is(known, Signal::SafeToDetach, Truth::True, generation), "{known:?}");
+        assert!(record(handle).await.claims.is_empty());
+        controller.stop().await;
+    });
+}
+
+#[test]
 fn row_13_a_fenced_node_ends_its_mapping_and_cleans_up() {
     run(async |world: World| {
         let controller = world.controller();
@@ -222,6 +248,39 @@ fn row_38_a_rebooted_node_reports_what_it_has_lost() {
         assert!(record(handle).await.claims.is_empty());
         world.detach(&attachment).await;
         world.gone(&attachment).await;
+        controller.stop().await;
+    });
+}
+
+#[test]
+fn row_38_a_node_whose_volume_has_moved_while_it_was_off_cleans_up() {
+    run(async |world: World| {
+        let controller = world.controller();
+        let mut a = TestNode::start(&world, "a").await;
+        let b = TestNode::start(&world, "b").await;
+        let handle = &image("moved-away").await;
+        let (first, generation) = staged(&world, handle, &a).await;
+        a.power_off().await;
+        let second = world.attach(&format!("v.{}", world.driver), &b.name).await;
+        world.out_of_service(&a.name, true).await;
+        world.detach(&first).await;
+        let next = world.attached(&second).await;
+        b.stage(handle).await.unwrap();
+        mounted(&world, handle, &b, next).await;
+        let before = record(handle).await;
+        a.boot().await;
+        let is_cleaned = |entry: &NodeEntry| is(entry, Signal::Cleaned, Truth::True, generation);
+        let cleaned = entry(&world, handle, &a, "Cleaned", is_cleaned).await;
+        assert!(!cleaned.is(Signal::SafeToMount, Truth::True, generation), "{cleaned:?}");
+        eventually("the fence is removed", async || {
+            let grant = world.grant(handle).await?.stored().grant;
+            grant.status.fences.is_empty().then_some(())
+        })
+        .await;
+        // The new holder keeps its claim.
+        assert_eq!(record(handle).await.claims, before.claims);
+        b.write(handle, &[5; 4096]).await.unwrap();
+        assert!(a.view(handle).is_none() && !a.has_workers());
         controller.stop().await;
     });
 }

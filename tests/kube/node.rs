@@ -3,6 +3,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use cleat_csi::{Driver, mapping_name};
 use cleat_csi_api::csi::v1 as csi;
@@ -39,6 +40,22 @@ impl TestNode {
 
     /// Starts a registered node with a kubeconfig of its own.
     pub(crate) async fn start_with(world: &World, name: String, kubeconfig: PathBuf) -> Self {
+        Self::start_as(world, name, kubeconfig, Duration::ZERO).await
+    }
+
+    /// As [`TestNode::start`], with `csi.force_revoked_after`.
+    pub(crate) async fn start_with_force(world: &World, name: &str, after: Duration) -> Self {
+        let name = world.node(name).await;
+        let kubeconfig = ControlPlane::get().node_kubeconfig(&name).await;
+        Self::start_as(world, name, kubeconfig, after).await
+    }
+
+    async fn start_as(
+        world: &World,
+        name: String,
+        kubeconfig: PathBuf,
+        force_revoked_after: Duration,
+    ) -> Self {
         let mut machine = blocking(Machine::new).await;
         machine.config.node_name.clone_from(&name);
         let csi = &mut machine.config.csi;
@@ -47,6 +64,7 @@ impl TestNode {
         csi.register = false;
         csi.socket = Some(machine.directory.path().join("csi.sock"));
         csi.grants = true;
+        csi.force_revoked_after = force_revoked_after;
         csi.kubeconfig = Some(kubeconfig);
         csi.clusters = blocking(crate::rbd::clusters).await;
         let (machine, supervisor, client) = serve(machine).await;
@@ -68,9 +86,19 @@ impl TestNode {
 
     /// Reboots the node: nothing but the state directory is left.
     pub(crate) async fn reboot(&mut self) {
+        self.power_off().await;
+        self.boot().await;
+    }
+
+    /// Ends everything on the node.
+    pub(crate) async fn power_off(&mut self) {
         let supervisor = self.supervisor.take().unwrap();
         blocking(move || supervisor.crash()).await;
         self.kill_workers();
+    }
+
+    /// Starts the node after it was off.
+    pub(crate) async fn boot(&mut self) {
         let mut machine = self.machine.take().unwrap();
         machine.boot_id = "the next boot".to_owned();
         machine.kernel = SimKernel::new(cleat_kernel::sim::Script::default());
