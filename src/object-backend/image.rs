@@ -12,6 +12,7 @@ use cleat_backend::{
     BackgroundWork, Completer, Extents, Handover, Image, ImageQueue, OpenOptions, RenewCredentials,
     Resize, VolumeIdentity, Waker,
 };
+use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, Result};
 use cleat_core::volume::{BlockSizes, Features};
 use cleat_object::codec::Description;
@@ -92,7 +93,7 @@ impl ObjectImage {
     /// Connects to the volume and checks its identity.
     fn find(spec: &VolumeAt, options: &OpenOptions) -> Result<(Self, Place)> {
         let connection = spec.home.connect(&options.credentials)?;
-        let store = Arc::new(Watched::new(connection.store(&spec.name)?));
+        let store = Arc::new(Watched::new(connection.store(&spec.name)?, Arc::new(SystemClock)));
         let name = spec.shown();
         let dynamic: Arc<dyn Store> = Arc::<Watched>::clone(&store);
         let place = wait(&name, after(CALL_TIMEOUT), Place::find(dynamic, nonce()?))?;
@@ -177,8 +178,8 @@ impl Image for ObjectImage {
     }
 
     fn queue(&self, _ring: &mut Ring, completer: &Completer) -> Result<Box<dyn ImageQueue>> {
-        let (shared, completer) = (Arc::clone(&self.shared), completer.clone());
-        Ok(Box::new(ObjectQueue { shared, completer }))
+        let (shared, store) = (Arc::clone(&self.shared), Arc::clone(&self.store));
+        Ok(Box::new(ObjectQueue { shared, store, completer: completer.clone() }))
     }
 
     /// The size changes only by this process.

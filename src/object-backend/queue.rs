@@ -10,12 +10,14 @@ use cleat_sys::ring::{Completion, Ring};
 
 use crate::errors::io_error;
 use crate::image::shared::Shared;
+use crate::watched::Watched;
 
 /// The zeroes of one write, where a range of zeroes must stay allocated.
 const ZEROES: &[u8] = &[0; 256 << 10];
 
 pub(crate) struct ObjectQueue {
     pub(crate) shared: Arc<Shared>,
+    pub(crate) store: Arc<Watched>,
     pub(crate) completer: Completer,
 }
 
@@ -40,14 +42,29 @@ impl ImageQueue for ObjectQueue {
         let Some(volume) = self.shared.volume() else {
             return ended(Err(IoError::Shutdown), buffer);
         };
+        let waits_for_puts = request.op.modifies() || request.op == Op::Flush;
+        // The puts of earlier requests are being repeated. Another copy of this one would only fill the tail.
+        if waits_for_puts && self.store.is_in_outage() && volume.has_puts() {
+            return ended(Err(IoError::Retry), buffer);
+        }
         let (shared, completer) = (Arc::clone(&self.shared), self.completer.clone());
+        let store = Arc::clone(&self.store);
         self.shared.spawner.spawn(async move {
             let mut buffer = buffer;
-            let done = carry_out(&shared, &volume, &request, buffer.as_mut()).await;
-            let result = done.map_err(|failure| {
-                shared.note(&failure);
-                io_error(&failure, request.op.modifies() || request.op == Op::Flush)
-            });
+            let operation = carry_out(&shared, &volume, &request, buffer.as_mut());
+            let ended = match waits_for_puts {
+                true => store.unless_outage(operation).await,
+                false => Some(operation.await),
+            };
+            let result = match ended {
+                Some(result) => result.map_err(|failure| {
+                    shared.note(&failure);
+                    io_error(&failure, waits_for_puts)
+                }),
+                // Its records stay in the log. They precede those of its repetition and of all later requests, so they
+                // never overwrite newer data.
+                None => Err(IoError::Retry),
+            };
             completer.complete(id, Outcome { result, buffer });
         });
         Started::Pending

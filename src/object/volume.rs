@@ -259,6 +259,11 @@ impl Volume {
         }
     }
 
+    /// Whether puts of the log are in progress or due.
+    pub fn has_puts(&self) -> bool {
+        !self.0.lock().tail.is_quiet()
+    }
+
     /// Lets the work in the background start nothing new, and returns when what it was doing has ended, puts
     /// included. Requests that follow are served only as long as the tail has room.
     ///

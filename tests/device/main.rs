@@ -27,6 +27,7 @@ mod isolation;
 mod kernel;
 mod lifecycle;
 mod memory;
+mod objects;
 mod outage;
 mod peers;
 mod pod;
@@ -96,6 +97,7 @@ fn trials() -> Vec<Trial> {
         outage::trials(),
         memory::trials(),
         upgrade::trials(),
+        objects::trials(),
         rbd::trials(),
         quiesce::trials(),
         pod::trials(),
