@@ -140,6 +140,7 @@ bench: deps-test ## Benchmarks against peers
 
 install: $(RELEASE) ## Install what was built: unit, udev rules, manual, too (DESTDIR, PREFIX)
 	$(INSTALL) -D -m 0755 $(RELEASE) $(DESTDIR)$(bindir)/cleat
+	ln -sf cleat $(DESTDIR)$(bindir)/kubectl-cleat
 	$(INSTALL) -d $(DESTDIR)$(unitdir)
 	for unit in $(notdir $(wildcard systemd/*.service)); do \
 		sed 's#/usr/local/bin/#$(bindir)/#' systemd/$$unit > $(DESTDIR)$(unitdir)/$$unit || exit 1; \
@@ -160,7 +161,7 @@ install: $(RELEASE) ## Install what was built: unit, udev rules, manual, too (DE
 		"systemctl enable --now cleat"
 
 uninstall: ## Remove what `install` put there (DESTDIR, PREFIX)
-	rm -f $(DESTDIR)$(bindir)/cleat \
+	rm -f $(DESTDIR)$(bindir)/cleat $(DESTDIR)$(bindir)/kubectl-cleat \
 		$(addprefix $(DESTDIR)$(unitdir)/,$(notdir $(wildcard systemd/*.service))) \
 		$(addprefix $(DESTDIR)$(udevdir)/,$(notdir $(wildcard systemd/*.rules))) \
 		$(DESTDIR)$(docdir)/cleat.toml $(DESTDIR)$(docdir)/59-cleat-no-scan.rules \

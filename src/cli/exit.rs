@@ -10,6 +10,8 @@ pub const DOCTOR_WARNING: u8 = 20;
 pub const DOCTOR_ERROR: u8 = 21;
 /// `unmap --force`: done, but the device or pending requests may remain. The output names them.
 pub const LEFT_BEHIND: u8 = 22;
+/// `kubectl drain-check`: something is in the way.
+pub const NOT_DRAINABLE: u8 = 23;
 
 /// Returns the exit code for an error of this kind. The codes are part of the interface: a code never changes
 /// its meaning.

@@ -18,6 +18,7 @@ pub mod exit;
 #[cfg(feature = "fault")]
 mod fault;
 mod fence;
+mod kubectl;
 mod ls;
 mod man;
 mod map;
@@ -127,6 +128,7 @@ enum Command {
     Csi(csi::Csi),
     ReleaseDevices(release_devices::ReleaseDevices),
     Controller(controller::Controller),
+    Kubectl(kubectl::Kubectl),
     #[cfg(feature = "fault")]
     Fault(fault::Fault),
     Completions(completions::Completions),
@@ -135,7 +137,7 @@ enum Command {
 
 /// Runs the command line of this process and returns its exit code.
 pub fn main() -> u8 {
-    let arguments: Vec<OsString> = std::env::args_os().collect();
+    let arguments = kubectl::as_plugin(std::env::args_os().collect());
     match parse(&arguments) {
         Ok(cli) => {
             let format = cli.globals.output;
@@ -158,6 +160,7 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Doctor(args) => return doctor::run(globals, &args),
         Command::Unmap(args) => return unmap::run(globals, args),
         Command::Volume(args) => return volume::run(globals, args),
+        Command::Kubectl(args) => return kubectl::run(globals, args),
         Command::Node(args) => node::run(globals, args),
         Command::Map(args) => map::run(globals, args),
         Command::Ls(args) => ls::run(globals, &args),

@@ -14,18 +14,35 @@ use crate::api::CALL_TIMEOUT;
 /// # Errors
 /// Returns `InvalidArgument` if the file cannot be read, or if there is neither a file nor a service account.
 pub(crate) async fn connect(kubeconfig: Option<&Path>) -> Result<Client> {
+    connect_as(kubeconfig, None).await
+}
+
+/// As [`connect`], with a context of the kubeconfig.
+///
+/// # Errors
+/// As [`connect`]; also if there is no such context.
+pub(crate) async fn connect_as(kubeconfig: Option<&Path>, context: Option<&str>) -> Result<Client> {
     let invalid = |what: String, error: kube::Error| {
         Error::new(ErrorKind::InvalidArgument, what).with_source(error)
     };
-    let mut settings = match kubeconfig {
-        Some(path) => {
-            let what = || format!("cannot read the kubeconfig {}", path.display());
-            let read =
-                Kubeconfig::read_from(path).map_err(|error| invalid(what(), error.into()))?;
-            let options = KubeConfigOptions::default();
+    let read = match (kubeconfig, context) {
+        (Some(path), _) => {
+            let what = format!("cannot read the kubeconfig {}", path.display());
+            Some(Kubeconfig::read_from(path).map_err(|error| invalid(what, error.into()))?)
+        }
+        (None, Some(_)) => Some(Kubeconfig::read().map_err(|error| {
+            invalid("cannot read the kubeconfig of the environment".to_owned(), error.into())
+        })?),
+        (None, None) => None,
+    };
+    let mut settings = match read {
+        Some(read) => {
+            let what = "cannot use the kubeconfig".to_owned();
+            let context = context.map(str::to_owned);
+            let options = KubeConfigOptions { context, ..KubeConfigOptions::default() };
             kube::Config::from_custom_kubeconfig(read, &options)
                 .await
-                .map_err(|error| invalid(what(), error.into()))?
+                .map_err(|error| invalid(what, error.into()))?
         }
         None => kube::Config::infer().await.map_err(|error| {
             let what = "cannot find the API server".to_owned();

@@ -35,6 +35,7 @@ mod mirror;
 mod nodes;
 mod persistent_volumes;
 mod queue;
+pub mod report;
 pub mod rights;
 mod server;
 mod source;

@@ -43,7 +43,7 @@ impl ControlPlane {
         SHARED.get_or_init(Self::start)
     }
 
-    fn kubeconfig(&self) -> PathBuf {
+    pub(crate) fn kubeconfig(&self) -> PathBuf {
         self.directory.join("kubeconfig")
     }
 

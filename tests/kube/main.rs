@@ -21,6 +21,7 @@ mod definition;
 mod deploy;
 mod detach;
 mod fixture;
+mod kubectl;
 mod leader;
 mod node;
 mod rbd;

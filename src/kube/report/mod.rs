@@ -1,0 +1,248 @@
+//! What people ask about volumes: which there are, what a node has, what a claim waits for, and whether a node can
+//! be drained. The answers come from the objects of the API server alone; nothing is written, and no node is asked.
+//!
+//! [`Reader`] reads the objects. The other files turn them into answers without I/O.
+
+mod node;
+mod volumes;
+mod why;
+
+use std::fmt::Debug;
+use std::future::Future;
+use std::path::Path;
+
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_grants::object::Time;
+use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, Pod};
+use k8s_openapi::api::storage::v1::{StorageClass, VolumeAttachment};
+use kube::api::{Api, ListParams};
+use kube::{Client, Resource, ResourceExt};
+use serde::de::DeserializeOwned;
+
+use crate::api::{call, now};
+use crate::client::connect_as;
+use crate::grant::{DRIVER_LABEL, VolumeGrant, grant_name};
+
+pub use node::{DrainCheck, NodeReport, NodeVolume, Obstacle};
+pub use volumes::{HolderRow, VolumeRow};
+pub use why::{Step, Why};
+
+/// The number of objects that one call lists.
+const PAGE: u32 = 500;
+
+/// The maximum number of objects of one kind that are read. A cluster with more is refused.
+const MAX_OBJECTS: usize = 200_000;
+
+/// Reads the objects of a cluster that concern the volumes of one driver.
+pub struct Reader {
+    client: Client,
+    driver: String,
+}
+
+/// Runs a question on a runtime of its own, and blocks until it is answered.
+///
+/// # Errors
+/// Returns the error of the question.
+pub fn ask<T>(question: impl Future<Output = Result<T>>) -> Result<T> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    runtime.map_err(|error| Error::from_io("cannot start a runtime", error))?.block_on(question)
+}
+
+impl Reader {
+    /// Prepares reading with a kubeconfig file, or with that of the environment or the service account of the pod.
+    /// `context` is one of the kubeconfig; without it, its current one. Does not connect.
+    ///
+    /// # Errors
+    /// Returns `InvalidArgument` if the file cannot be read or does not have the context.
+    pub async fn connect(
+        kubeconfig: Option<&Path>,
+        context: Option<&str>,
+        driver: &str,
+    ) -> Result<Self> {
+        let client = connect_as(kubeconfig, context).await?;
+        Ok(Self { client, driver: driver.to_owned() })
+    }
+
+    /// Lists the volumes of the driver: those with a PersistentVolume, and those that only have a grant.
+    ///
+    /// # Errors
+    /// Returns the error of the API server.
+    pub async fn volumes(&self) -> Result<Vec<VolumeRow>> {
+        let (volumes, grants) = (self.persistent_volumes().await?, self.grants().await?);
+        Ok(volumes::rows(&self.driver, &volumes, &grants))
+    }
+
+    /// Describes what a node has of the driver.
+    ///
+    /// # Errors
+    /// Returns `NotFound` if neither the node exists nor a grant names it, and otherwise the error of the API server.
+    pub async fn node(&self, name: &str) -> Result<NodeReport> {
+        node::report(&self.facts_of_node(name).await?)
+    }
+
+    /// Checks whether the volumes of the driver permit that a node is drained.
+    ///
+    /// # Errors
+    /// As [`Reader::node`].
+    pub async fn drain_check(&self, name: &str) -> Result<DrainCheck> {
+        node::drain_check(&self.facts_of_node(name).await?)
+    }
+
+    /// Says what a PersistentVolumeClaim waits for. Without `namespace`, that of the kubeconfig's context is used.
+    ///
+    /// # Errors
+    /// Returns `NotFound` if the claim does not exist, and otherwise the error of the API server.
+    pub async fn why(&self, namespace: Option<&str>, claim: &str) -> Result<Why> {
+        let namespace = namespace.unwrap_or(self.client.default_namespace());
+        let claims: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), namespace);
+        let found = call(|| format!("read the claim {namespace}/{claim}"), claims.get(claim)).await;
+        let claim = found.map_err(|error| match error.kind() {
+            ErrorKind::NotFound => {
+                error.with_repair("name the namespace with -n; kubectl get pvc -A lists the claims")
+            }
+            _ => error,
+        })?;
+        let spec = claim.spec.clone().unwrap_or_default();
+        let volume: Option<PersistentVolume> = self.get(spec.volume_name.as_deref()).await?;
+        let class: Option<StorageClass> = self.get(spec.storage_class_name.as_deref()).await?;
+        let pods = self.pods(Some(namespace), &ListParams::default()).await?;
+        let pods = pods.into_iter().filter(|pod| uses(pod, &claim.name_any())).collect();
+        let mut facts = why::Facts {
+            driver: &self.driver,
+            now: now(),
+            csi_driver: self.get(Some(&*self.driver)).await?,
+            attachments: Vec::new(),
+            grant: None,
+            nodes: Vec::new(),
+            claim,
+            class,
+            volume,
+            pods,
+        };
+        if let Some(volume) = &facts.volume {
+            let attachments: Vec<VolumeAttachment> = self.all(&ListParams::default()).await?;
+            let of_volume = |attachment: &VolumeAttachment| {
+                attachment.spec.source.persistent_volume_name == volume.metadata.name
+            };
+            facts.attachments = attachments.into_iter().filter(of_volume).collect();
+            if let Some(handle) = handle(volume, &self.driver) {
+                facts.grant = self.grant(&grant_name(&self.driver, handle)).await?;
+            }
+        }
+        for name in facts.node_names() {
+            facts.nodes.extend(self.get::<Node>(Some(&*name)).await?);
+        }
+        Ok(why::answer(&facts))
+    }
+
+    async fn facts_of_node(&self, name: &str) -> Result<node::Facts<'_>> {
+        let on_node = ListParams::default().fields(&format!("spec.nodeName={name}"));
+        Ok(node::Facts {
+            driver: &self.driver,
+            now: now(),
+            name: name.to_owned(),
+            node: self.get(Some(name)).await?,
+            volumes: self.persistent_volumes().await?,
+            grants: self.grants().await?,
+            attachments: self.all(&ListParams::default()).await?,
+            pods: self.pods(None, &on_node).await?,
+        })
+    }
+
+    async fn persistent_volumes(&self) -> Result<Vec<PersistentVolume>> {
+        let all: Vec<PersistentVolume> = self.all(&ListParams::default()).await?;
+        Ok(all.into_iter().filter(|volume| handle(volume, &self.driver).is_some()).collect())
+    }
+
+    async fn grants(&self) -> Result<Vec<VolumeGrant>> {
+        let of_driver = ListParams::default().labels(&format!("{DRIVER_LABEL}={}", self.driver));
+        match self.all(&of_driver).await {
+            // The cluster works without grants: the custom resource is not installed.
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+            found => found,
+        }
+    }
+
+    async fn grant(&self, name: &str) -> Result<Option<VolumeGrant>> {
+        let grants: Api<VolumeGrant> = Api::all(self.client.clone());
+        call(|| format!("read the grant {name}"), grants.get_opt(name)).await
+    }
+
+    /// Reads an object without a namespace; none without a name.
+    async fn get<K>(&self, name: Option<&str>) -> Result<Option<K>>
+    where
+        K: Resource<DynamicType = (), Scope = kube::core::ClusterResourceScope>,
+        K: Clone + Debug + DeserializeOwned,
+    {
+        let Some(name) = name.filter(|name| !name.is_empty()) else { return Ok(None) };
+        let api: Api<K> = Api::all(self.client.clone());
+        call(|| format!("read the {} {name}", K::kind(&())), api.get_opt(name)).await
+    }
+
+    async fn pods(&self, namespace: Option<&str>, which: &ListParams) -> Result<Vec<Pod>> {
+        let api = match namespace {
+            Some(namespace) => Api::namespaced(self.client.clone(), namespace),
+            None => Api::all(self.client.clone()),
+        };
+        pages(&api, which).await
+    }
+
+    async fn all<K>(&self, which: &ListParams) -> Result<Vec<K>>
+    where
+        K: Resource<DynamicType = (), Scope = kube::core::ClusterResourceScope>,
+        K: Clone + Debug + DeserializeOwned,
+    {
+        pages(&Api::all(self.client.clone()), which).await
+    }
+}
+
+/// Lists all objects, some at a time.
+async fn pages<K>(api: &Api<K>, which: &ListParams) -> Result<Vec<K>>
+where
+    K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
+{
+    let what = || format!("list the objects of kind {}", K::kind(&()));
+    let mut objects = Vec::new();
+    let mut which = which.clone().limit(PAGE);
+    loop {
+        let page = call(what, api.list(&which)).await?;
+        objects.extend(page.items);
+        if objects.len() > MAX_OBJECTS {
+            let message = format!("cannot {}: there are more than {MAX_OBJECTS}", what());
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        match page.metadata.continue_.filter(|token| !token.is_empty()) {
+            Some(token) => which = which.continue_token(&token),
+            None => return Ok(objects),
+        }
+    }
+}
+
+/// Returns the volume handle of a PersistentVolume, if it is of the driver.
+fn handle<'a>(volume: &'a PersistentVolume, driver: &str) -> Option<&'a str> {
+    let csi = volume.spec.as_ref()?.csi.as_ref()?;
+    (csi.driver == driver).then_some(&*csi.volume_handle)
+}
+
+/// Whether a pod uses a claim of its namespace and has not ended.
+fn uses(pod: &Pod, claim: &str) -> bool {
+    let volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
+    let mut claims = volumes.filter_map(|volume| volume.persistent_volume_claim.as_ref());
+    claims.any(|used| used.claim_name == claim) && !has_ended(pod)
+}
+
+fn has_ended(pod: &Pod) -> bool {
+    let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
+    matches!(phase, Some("Succeeded" | "Failed"))
+}
+
+/// Returns how long ago a time was, for people.
+fn ago(then: Time, now: Time) -> String {
+    let seconds = now.0.saturating_sub(then.0);
+    match seconds {
+        0..120 => format!("{seconds} s"),
+        120..7200 => format!("{} min", seconds / 60),
+        7200..172_800 => format!("{} h", seconds / 3600),
+        _ => format!("{} days", seconds / 86_400),
+    }
+}
