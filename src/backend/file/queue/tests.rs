@@ -163,6 +163,8 @@ fn zeroes_that_keep_the_range_allocated_are_no_hole() {
     assert_eq!(first(false, true), Ok(Some(Step::Punch)));
     assert_eq!(first(true, false), Ok(Some(Step::ZeroRange)));
     assert_eq!(first(true, true), Ok(Some(Step::ZeroRange)), "it is fast on a file");
+    let trim = task(Op::Trim, Flags::default(), Step::Punch, 4096).request;
+    assert_eq!(file.first(&trim), Ok(Some(Step::Punch)));
 }
 
 #[test]
