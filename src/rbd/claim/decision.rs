@@ -310,11 +310,12 @@ mod tests {
     }
 
     #[test]
-    fn generic_and_empty_node_names_prove_nothing() {
-        for name in ["localhost", "", "(none)"] {
-            let claim = claim(&claimant(name, "b", "m"), "A/1");
-            let decision = opening(Some(&claim), None, &claimant(name, "c", "x"));
-            assert!(matches!(decision, Decision::Claimed(_)), "{name}");
+    fn generic_and_empty_names_of_nodes_and_boots_prove_nothing() {
+        let generic = ["localhost", "", "(none)"].map(|name| (name, "b", "c"));
+        for (name, old, new) in generic.into_iter().chain([("n", "", "c"), ("n", "b", "")]) {
+            let claim = claim(&claimant(name, old, "m"), "A/1");
+            let decision = opening(Some(&claim), None, &claimant(name, new, "x"));
+            assert!(matches!(decision, Decision::Claimed(_)), "{name} {old} {new}");
         }
         let anonymous = Claimant::default();
         let decision = opening(Some(&claim(&anonymous, "A/1")), None, &anonymous);
