@@ -120,7 +120,7 @@ struct Drain {
 pub(super) fn as_plugin(mut arguments: Vec<OsString>) -> Vec<OsString> {
     let program = arguments.first().map(Path::new).and_then(Path::file_name);
     if program.is_some_and(|name| name == PLUGIN) {
-        arguments.insert(1, OsString::from("kubectl"));
+        arguments.splice(..1, ["cleat", "kubectl"].map(OsString::from));
     }
     arguments
 }
@@ -269,10 +269,7 @@ mod tests {
     #[test]
     fn the_name_of_the_executable_makes_it_a_plugin() {
         let arguments = |program: &str| as_plugin(vec![program.into(), "volumes".into()]);
-        assert_eq!(
-            arguments("/usr/bin/kubectl-cleat"),
-            ["/usr/bin/kubectl-cleat", "kubectl", "volumes"]
-        );
+        assert_eq!(arguments("/usr/bin/kubectl-cleat"), ["cleat", "kubectl", "volumes"]);
         assert_eq!(arguments("/opt/cleat"), ["/opt/cleat", "volumes"]);
     }
 }

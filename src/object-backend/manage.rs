@@ -215,6 +215,7 @@ impl Store for ObjectStore {
             objects: u64::try_from(status.objects).ok(),
             claim,
             watchers: watcher.into_iter().collect(),
+            clones: Some(Vec::new()),
             ..Info::default()
         })
     }
