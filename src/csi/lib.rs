@@ -37,6 +37,7 @@ mod server;
 mod services;
 mod source;
 mod status;
+mod threads;
 mod volume_id;
 
 pub use attach::{Attacher, Usage, serve_attacher};

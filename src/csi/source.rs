@@ -34,7 +34,8 @@ pub(crate) struct Cluster {
     /// The path of the client's keyring; absent: librados looks for it in /etc/ceph.
     #[serde(default)]
     keyring: Option<PathBuf>,
-    /// The pools whose volumes the controller lists: POOL or POOL/NAMESPACE.
+    /// The pools whose volumes the controller lists: POOL or POOL/NAMESPACE. The first one also leads to the cluster
+    /// for calls without a pool.
     #[serde(default)]
     pub(crate) pools: Vec<String>,
 }
@@ -48,7 +49,7 @@ pub(crate) struct ClusterRbd {
 impl Cluster {
     /// Returns the options of a URI that reach the cluster as the configured client, or as `client` with the
     /// keyring at that path.
-    pub(crate) fn options(&self, client: Option<(&str, &Path)>) -> String {
+    fn options(&self, client: Option<(&str, &Path)>) -> String {
         let part = |text: &[u8]| Encoded(text).to_string();
         let mut options = format!("config.mon_host={}", part(self.monitors.join(",").as_bytes()));
         let configured = (self.user_id.as_deref(), self.keyring.as_deref());
@@ -200,6 +201,19 @@ fn file_path(config: &CsiConfig, directory: &str, name: &str, id: &str) -> Resul
         return Err(unknown(id));
     }
     Ok(base.join(name))
+}
+
+/// Returns the URI of a pool of `cluster`, or of a namespace in it, with the client of `secrets`.
+pub(crate) fn pool_uri(
+    cluster: &Cluster,
+    pool: &str,
+    namespace: &str,
+    secrets: &Secrets,
+) -> String {
+    let part = |text: &str| Encoded(text.as_bytes()).to_string();
+    let slash = if namespace.is_empty() { "" } else { "/" };
+    let options = cluster.options(secrets.client());
+    format!("rbd:{}{slash}{}?{options}", part(pool), part(namespace))
 }
 
 fn rbd(

@@ -38,18 +38,17 @@ use cleat_backend::Registry;
 use cleat_backend::store::Store;
 use cleat_core::error::{Error, ErrorKind};
 use cleat_node::csi_config::CsiConfig;
-use tokio::sync::{Semaphore, oneshot};
 use tokio::time::{Instant, timeout_at};
 use tonic::{Response, Status};
 
 use crate::busy::{Busy, Claimed};
+use crate::threads::Threads;
 use connections::Connections;
 use local::Local;
 use refused::Answer;
 pub(crate) use service::ControllerService;
 
-/// The maximum number of calls that use the storage at the same time. Others wait. Each has a thread of its own,
-/// because the threads of the runtime's pool are those of the supervisor.
+/// The maximum number of calls that use the storage at the same time. Others wait.
 const MAX_THREADS: usize = 16;
 
 /// How long after its deadline a call may take to return its own error.
@@ -65,7 +64,7 @@ pub(crate) struct Controller {
     local: Arc<dyn Local>,
     /// Not that of the Node service: a long copy must not keep a pod from ending.
     busy: Busy,
-    threads: Arc<Semaphore>,
+    threads: Threads,
     connections: Connections<Box<dyn Store>>,
 }
 
@@ -77,7 +76,7 @@ impl Controller {
         registry: Registry,
         local: Arc<dyn Local>,
     ) -> Self {
-        let threads = Arc::new(Semaphore::new(MAX_THREADS));
+        let threads = Threads::new(MAX_THREADS);
         let (busy, connections) = (Busy::default(), Connections::default());
         Self { config, node, registry, local, busy, threads, connections }
     }
@@ -132,31 +131,15 @@ impl Controller {
         deadline: Instant,
         work: impl FnOnce(&Self) -> Answer<T> + Send + 'static,
     ) -> Answer<T> {
-        let permit = match timeout_at(deadline, Arc::clone(&self.threads).acquire_owned()).await {
-            Ok(Ok(permit)) => permit,
-            Ok(Err(_)) | Err(_) => {
-                let message = format!("{MAX_THREADS} other calls wait for the storage");
-                return Err(Error::new(ErrorKind::Unavailable, message)
-                    .with_repair("repeat the call later; check that the storage answers")
-                    .into());
-            }
-        };
-        let (sender, receiver) = oneshot::channel();
         let this = self.clone();
-        let thread = std::thread::Builder::new().name("csi-controller".to_owned());
-        let started = thread.spawn(move || {
-            let _permit = permit;
+        let work = move || {
             let answer = work(&this);
             if let Err(refused) = &answer {
                 this.connections.close_after(refused.error().kind());
             }
-            // The receiver is gone if the call has been given up.
-            let _ = sender.send(answer);
-        });
-        started.map_err(|error| Error::from_io("cannot start a thread for the call", error))?;
-        receiver.await.unwrap_or_else(|_| {
-            Err(Error::new(ErrorKind::Internal, "internal: the call panicked").into())
-        })
+            answer
+        };
+        self.threads.run(deadline, work).await
     }
 
     /// Runs `work`, which may block, as [`Controller::exclusive`] runs a call.

@@ -11,7 +11,7 @@ use zeroize::Zeroizing;
 use super::Controller;
 use super::connections::{Connection, Key};
 use crate::secrets::Secrets;
-use crate::source::{cluster, clusters};
+use crate::source::{cluster, clusters, pool_uri};
 use crate::volume_id::VolumeId;
 
 /// The name of the directory that volumes get whose parameters name none, if there are several.
@@ -237,10 +237,7 @@ impl Controller {
                     }
                     _ => error,
                 })?;
-                let part = |text: &str| Encoded(text.as_bytes()).to_string();
-                let slash = if namespace.is_empty() { "" } else { "/" };
-                let options = cluster.options(secrets.client());
-                Ok(format!("rbd:{}{slash}{}?{options}", part(pool), part(namespace)))
+                Ok(pool_uri(&cluster, pool, namespace, secrets))
             }
         }
     }
