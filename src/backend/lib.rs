@@ -24,6 +24,7 @@ mod handover;
 mod identity;
 mod kernel_key;
 pub mod mem;
+pub mod network_fence;
 mod registry;
 mod secret;
 mod spec;

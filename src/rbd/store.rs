@@ -12,6 +12,7 @@ mod info;
 mod labels;
 mod layout;
 mod listing;
+mod network_fence;
 mod other_clients;
 mod snapshots;
 mod trash;
@@ -31,6 +32,7 @@ use crate::timeouts::{CALL_TIMEOUT, Tracker, answer, with_progress, with_timeout
 use crate::{encryption, errors};
 use cleat_backend::CredentialSet;
 use cleat_backend::claimant::Claimant;
+use cleat_backend::network_fence::NetworkFenceStore;
 use cleat_backend::store::{
     CloneStore, Info, LabelStore, Layout, Listing, Page, Progress, Purged, Removal, Removed,
     Snapshot, SnapshotStore, Source, Store, TrashStore, Trashed,
@@ -166,6 +168,10 @@ impl Store for RbdStore {
     }
 
     fn labels(&self) -> Option<&dyn LabelStore> {
+        Some(self)
+    }
+
+    fn network_fence(&self) -> Option<&dyn NetworkFenceStore> {
         Some(self)
     }
 
