@@ -1,7 +1,7 @@
 //! CSI-Addons, on the socket of the driver: who it is, and giving the unused space of a filesystem back to its
-//! storage (fstrim). The operator of CSI-Addons calls it through its sidecar.
+//! storage (fstrim). The operator of CSI-Addons calls it through its sidecar. `network_fence` has its other service.
 
-use addons::identity::capability::{self as kinds, reclaim_space, service};
+use addons::identity::capability::{self as kinds, network_fence, reclaim_space, service};
 use addons::identity::identity_server::Identity;
 use addons::identity::{self, Capability};
 use addons::reclaimspace::reclaim_space_controller_server::ReclaimSpaceController;
@@ -50,12 +50,21 @@ impl Identity for Addons {
         let reclaims = |kind: reclaim_space::Type| {
             of(kinds::Type::ReclaimSpace(kinds::ReclaimSpace { r#type: kind.into() }))
         };
-        let controller = self.node.driver.controller.is_some();
-        let capabilities = [is(service::Type::NodeService), reclaims(reclaim_space::Type::Online)]
-            .into_iter()
-            .chain(controller.then(|| is(service::Type::ControllerService)))
-            .chain(controller.then(|| reclaims(reclaim_space::Type::Offline)));
-        let capabilities = capabilities.collect();
+        let fences = |kind: network_fence::Type| {
+            of(kinds::Type::NetworkFence(kinds::NetworkFence { r#type: kind.into() }))
+        };
+        let mut capabilities = vec![
+            is(service::Type::NodeService),
+            reclaims(reclaim_space::Type::Online),
+            fences(network_fence::Type::GetClientsToFence),
+        ];
+        if self.node.driver.controller.is_some() {
+            capabilities.extend([
+                is(service::Type::ControllerService),
+                reclaims(reclaim_space::Type::Offline),
+                fences(network_fence::Type::NetworkFence),
+            ]);
+        }
         Ok(Response::new(identity::GetCapabilitiesResponse { capabilities }))
     }
 

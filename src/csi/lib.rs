@@ -29,6 +29,7 @@ mod group;
 mod health;
 mod host;
 mod identity;
+mod network_fence;
 mod node;
 mod paths;
 mod registration;

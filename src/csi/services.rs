@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 
+use cleat_csi_api::addons::fence::fence_controller_server::{self as fence, FenceControllerServer};
 use cleat_csi_api::addons::identity::identity_server as addons_identity;
 use cleat_csi_api::addons::reclaimspace::{
     reclaim_space_controller_server as reclaim_controller,
@@ -20,6 +21,7 @@ use crate::addons::Addons;
 use crate::controller::ControllerService;
 use crate::driver::Driver;
 use crate::identity::IdentityService;
+use crate::network_fence::NetworkFence;
 use crate::node::NodeService;
 
 /// The maximum size of a request, in bytes. The maps of a request have at most 4 KiB each.
@@ -34,6 +36,7 @@ pub(crate) struct Services {
     addons_identity: addons_identity::IdentityServer<Addons>,
     reclaim_node: reclaim_node::ReclaimSpaceNodeServer<Addons>,
     reclaim_controller: reclaim_controller::ReclaimSpaceControllerServer<Addons>,
+    network_fence: FenceControllerServer<NetworkFence>,
 }
 
 impl Services {
@@ -57,6 +60,8 @@ impl Services {
                 .max_decoding_message_size(MAX_MESSAGE),
             reclaim_controller: reclaim_controller::ReclaimSpaceControllerServer::new(addons)
                 .max_decoding_message_size(MAX_MESSAGE),
+            network_fence: FenceControllerServer::new(NetworkFence::of(driver))
+                .max_decoding_message_size(MAX_MESSAGE),
         }
     }
 }
@@ -79,6 +84,7 @@ impl Service<Request<Body>> for Services {
             (addons_identity::SERVICE_NAME, _) => self.addons_identity.call(request),
             (reclaim_node::SERVICE_NAME, _) => self.reclaim_node.call(request),
             (reclaim_controller::SERVICE_NAME, _) => self.reclaim_controller.call(request),
+            (fence::SERVICE_NAME, _) => self.network_fence.call(request),
             (controller_server::SERVICE_NAME, Some(controller)) => controller.call(request),
             _ => {
                 let message = format!("this driver does not have the service {service}");

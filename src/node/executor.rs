@@ -13,6 +13,7 @@ use crate::mapping::{Change, ForceReport, Mapping, Register, View};
 use crate::record_directory::Problem;
 use crate::{devices, holders, operations, target, unlock};
 use cleat_api::v1 as api;
+use cleat_backend::Registry;
 use cleat_core::error::{Error, Result};
 use cleat_core::policy;
 use cleat_kernel::{Device, DeviceIndex, Holder, Identity, Kernel, UnmountScope};
@@ -40,6 +41,11 @@ impl Executor {
     /// Returns the name of this node.
     pub fn node_name(&self) -> &str {
         &self.context.settings.node
+    }
+
+    /// Returns the backends of this daemon.
+    pub fn registry(&self) -> Registry {
+        self.context.registry
     }
 
     /// Returns how much longer than other volumes `uri` may take to open.

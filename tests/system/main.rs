@@ -13,5 +13,6 @@ mod cli;
 mod csi_sanity;
 mod kernel;
 mod lifecycle;
+mod network_fence;
 mod volumes;
 mod worker;

@@ -29,7 +29,7 @@ pub(crate) fn unused_space_is_reclaimed() {
         let name = identity.get_identity(GetIdentityRequest {}).await.expect("GetIdentity");
         assert_eq!(name.into_inner().name, "csi.test");
         let found = identity.get_capabilities(GetCapabilitiesRequest {}).await;
-        assert_eq!(found.expect("GetCapabilities").into_inner().capabilities.len(), 4);
+        assert_eq!(found.expect("GetCapabilities").into_inner().capabilities.len(), 6);
 
         let mut controller = ReclaimSpaceControllerClient::new(channel.clone());
         let request = ControllerReclaimSpaceRequest { volume_id: id.clone(), ..Default::default() };

@@ -8,24 +8,32 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-struct Daemon {
+/// A daemon with the services of a node and of a controller.
+pub(crate) struct Daemon {
     child: Child,
     root: tempfile::TempDir,
 }
 
 impl Daemon {
     fn start() -> Self {
+        Self::with_clusters(&json!([]))
+    }
+
+    /// Starts a daemon with this file of clusters.
+    pub(crate) fn with_clusters(clusters: &Value) -> Self {
         let root = tempfile::tempdir().expect("a directory");
         let path = |name: &str| root.path().join(name);
         fs::create_dir(path("volumes")).expect("a directory");
         let text = format!(
             "runtime_dir = {:?}\nstate_dir = {:?}\nmodprobe = false\nnode_name = \"n1\"\n[csi]\n\
-             kubelet_dir = {:?}\ndirectories = {{ d = {:?} }}\n",
+             kubelet_dir = {:?}\ndirectories = {{ d = {:?} }}\nclusters = {:?}\n",
             path("run"),
             path("state"),
             path("kubelet"),
-            path("volumes")
+            path("volumes"),
+            path("clusters.json")
         );
+        fs::write(path("clusters.json"), clusters.to_string()).expect("a file");
         fs::write(path("cleat.toml"), text).expect("a file");
         let child = Command::new(env!("CARGO_BIN_EXE_cleat"))
             .args(["node", "--csi-controller", "--config"])
@@ -50,10 +58,17 @@ impl Daemon {
     }
 
     /// Makes a call and returns the answer.
-    fn call(&self, name: &str, request: &Value) -> Value {
+    pub(crate) fn call(&self, name: &str, request: &Value) -> Value {
+        self.try_call(name, request).unwrap_or_else(|error| panic!("{name}: {error}"))
+    }
+
+    /// Makes a call and returns the answer, or what the command prints about the error.
+    pub(crate) fn try_call(&self, name: &str, request: &Value) -> Result<Value, String> {
         let output = run(&self.endpoint(), &[name, "-"], &request.to_string());
-        assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
-        serde_json::from_slice(&output.stdout).expect("the answer is JSON")
+        if !output.status.success() {
+            return Err(String::from_utf8_lossy(&output.stderr).into_owned());
+        }
+        Ok(serde_json::from_slice(&output.stdout).expect("the answer is JSON"))
     }
 }
 

@@ -1,7 +1,7 @@
 //! The command line: messages, exit codes and output formats, without a daemon, with a wrong server, and
 //! with a scripted daemon.
 
-mod csi;
+pub(crate) mod csi;
 mod daemon;
 mod node;
 

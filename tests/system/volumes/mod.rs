@@ -3,7 +3,7 @@
 mod basic;
 mod claims;
 mod files;
-mod fixture;
+pub(crate) mod fixture;
 mod interrupts;
 mod labels;
 mod refusals;
