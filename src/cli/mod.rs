@@ -121,7 +121,7 @@ enum Command {
     Resize(resize::Resize),
     Upgrade(upgrade::Upgrade),
     Set(set::Set),
-    Volume(volume::Volume),
+    Volume(volume::VolumeCommand),
     Serve(serve::Serve),
     Doctor(doctor::Doctor),
     Fence(fence::Fence),

@@ -47,7 +47,7 @@ Examples:
 /// has to be changed, the command succeeds and reports it.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
-pub(super) struct Volume {
+pub(super) struct VolumeCommand {
     #[command(subcommand)]
     command: Command,
 }
@@ -76,7 +76,7 @@ struct Changed<'a> {
 ///
 /// # Errors
 /// Returns the storage's error.
-pub(super) fn run(globals: &Globals, args: Volume) -> Result<u8> {
+pub(super) fn run(globals: &Globals, args: VolumeCommand) -> Result<u8> {
     match args.command {
         Command::Create(args) => change::create(globals, args),
         Command::Remove(args) => change::remove(globals, &args),

@@ -138,7 +138,7 @@ pub fn decide(view: &View<'_>, policy: &Policy, now: Time) -> Step {
     let step = match view.grant {
         Some(stored) => {
             let grant = &stored.grant;
-            Volume { view, stored, grant, policy, now }.step()
+            VolumeFacts { view, stored, grant, policy, now }.step()
         }
         None => create(view, now),
     };
@@ -169,7 +169,7 @@ fn in_service(view: &View<'_>, node: &str) -> bool {
 }
 
 /// One volume with a grant, and everything that decisions about it depend on.
-struct Volume<'a> {
+struct VolumeFacts<'a> {
     view: &'a View<'a>,
     stored: &'a StoredGrant,
     grant: &'a VolumeGrant,
@@ -177,7 +177,7 @@ struct Volume<'a> {
     now: Time,
 }
 
-impl Volume<'_> {
+impl VolumeFacts<'_> {
     fn step(&self) -> Decision<Step> {
         for holder in self.grant.spec.holders.iter().filter(|holder| holder.revoked) {
             if self.is_free(holder)? {

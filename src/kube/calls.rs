@@ -127,7 +127,7 @@ async fn request(
     node: &str,
     deadline: Instant,
 ) -> Result<()> {
-    let patience = deadline.min(Instant::now() + ATTACHMENT_TIMEOUT);
+    let give_up_at = deadline.min(Instant::now() + ATTACHMENT_TIMEOUT);
     let mut changes = cluster.changes.subscribe();
     loop {
         let known = attachment(cluster, &source.handle, node).await?;
@@ -148,7 +148,7 @@ async fn request(
                 other => return other.map(|_| ()),
             }
         }
-        if timeout_at(patience, changes.changed()).await.is_err() {
+        if timeout_at(give_up_at, changes.changed()).await.is_err() {
             let (volume, finalizer) = (&source.handle, &cluster.finalizer);
             let message = format!(
                 "cannot attach volume {volume} to node {node}: no VolumeAttachment with the finalizer \

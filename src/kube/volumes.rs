@@ -40,7 +40,7 @@ const REQUEST_DELAY: Duration = Duration::from_millis(500);
 pub(crate) async fn decide(cluster: &Cluster, name: &str) -> Result<Next> {
     let mut record: Option<Record> = None;
     for _ in 0..MAX_STEPS {
-        let Some(volume) = Volume::observe(cluster, name)? else { return Ok(Next::Done) };
+        let Some(volume) = ObservedVolume::observe(cluster, name)? else { return Ok(Next::Done) };
         let stored = volume.grant.as_deref().map(VolumeGrant::stored);
         let (requests, nodes) = (&volume.requests, &volume.nodes);
         let view = View { grant: stored.as_ref(), requests, nodes, record: record.as_ref() };
@@ -64,7 +64,7 @@ pub(crate) async fn decide(cluster: &Cluster, name: &str) -> Result<Next> {
 }
 
 /// One volume, as it was observed for one step.
-struct Volume<'a> {
+struct ObservedVolume<'a> {
     cluster: &'a Cluster,
     name: &'a str,
     handle: String,
@@ -74,7 +74,7 @@ struct Volume<'a> {
     nodes: std::collections::BTreeMap<String, NodeState>,
 }
 
-impl<'a> Volume<'a> {
+impl<'a> ObservedVolume<'a> {
     /// Returns `None` if there is nothing to decide.
     fn observe(cluster: &'a Cluster, name: &'a str) -> Result<Option<Self>> {
         let grant = cluster.grants.mirror.get(name);

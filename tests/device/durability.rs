@@ -39,12 +39,12 @@ const LENGTH: usize = 16 << 10;
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial("durability_of_flush_and_fua_with_a_power_cut", || {
-            for volume in Volume::ALL {
+            for volume in MappedVolume::ALL {
                 assert_eq!(survivors(volume, ""), [true, true], "{volume:?}");
             }
         }),
         trial("durability_missing_syncs_are_detected", || {
-            for volume in Volume::ALL {
+            for volume in MappedVolume::ALL {
                 let lost = survivors(volume, "fault.drop_syncs=true");
                 assert_eq!(lost, [false, false], "{volume:?}");
             }
@@ -58,14 +58,14 @@ pub(crate) fn trials() -> Vec<Trial> {
 
 /// The kinds of volumes that make data durable in different ways.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Volume {
+enum MappedVolume {
     Device,
     DirectDevice,
     File,
     DirectFile,
 }
 
-impl Volume {
+impl MappedVolume {
     const ALL: [Self; 4] = [Self::Device, Self::DirectDevice, Self::File, Self::DirectFile];
 
     fn is_file(self) -> bool {
@@ -81,7 +81,7 @@ impl Volume {
 
 /// Writes to a volume, once followed by FLUSH and once with FUA. Returns whether each write is on the store
 /// after a power cut that follows its acknowledgement.
-fn survivors(volume: Volume, faults: &str) -> [bool; 2] {
+fn survivors(volume: MappedVolume, faults: &str) -> [bool; 2] {
     let store = WriteLog::new(SIZE, |raw| {
         if volume.is_file() {
             // A sparse file, so that a sync must also make the allocation durable.
@@ -119,7 +119,7 @@ fn survivors(volume: Volume, faults: &str) -> [bool; 2] {
 }
 
 /// Reads the volume from the image of its store.
-fn read(image: &Path, volume: Volume, offset: u64) -> Vec<u8> {
+fn read(image: &Path, volume: MappedVolume, offset: u64) -> Vec<u8> {
     let mut content = vec![0; LENGTH];
     if !volume.is_file() {
         File::open(image).unwrap().read_exact_at(&mut content, offset).unwrap();

@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep};
 use crate::clock;
 use crate::disks::{SECTORS, key};
 use crate::lives::Calm;
-use crate::scenario::{Lasting, Volume};
+use crate::scenario::{Lasting, VolumePlan};
 use crate::world::{StateDisk, World, cleat_devices};
 
 /// The time limit of an unmap when no failure is active.
@@ -29,7 +29,7 @@ const IO_LIMIT: Duration = Duration::from_secs(90);
 const ORPHAN_LIMIT: Duration = Duration::from_secs(700);
 
 /// Ends all failures except the lasting one.
-pub(crate) fn end_faults(world: &World, volumes: &[Volume], lasting: Option<Lasting>) {
+pub(crate) fn end_faults(world: &World, volumes: &[VolumePlan], lasting: Option<Lasting>) {
     tracing::debug!(?lasting, "CALM");
     let kernel = world.kernel();
     kernel.clear_faults();
@@ -199,7 +199,7 @@ fn is_of(device: &Device, id: &str) -> bool {
 /// Checks the final state, after a long time without failures.
 pub(crate) async fn at_the_end(
     world: &World,
-    volumes: &[Volume],
+    volumes: &[VolumePlan],
     Calm { lasting, by_force }: Calm,
     executor: &Arc<Executor>,
 ) {
@@ -526,7 +526,7 @@ fn is_claimed_elsewhere(world: &World, record: &Record) -> bool {
 }
 
 /// Checks that an unmapped volume can be mapped again.
-async fn map_again(world: &World, volume: &Volume, executor: &Arc<Executor>) {
+async fn map_again(world: &World, volume: &VolumePlan, executor: &Arc<Executor>) {
     let spec = crate::lives::spec_of(volume);
     match executor.map(&spec, Instant::now() + UNMAP_LIMIT).await {
         Ok(view) => {

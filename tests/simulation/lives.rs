@@ -23,7 +23,7 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::checks;
 use crate::clock::{self, Pulse, WorldClock};
 use crate::disks::Disk;
-use crate::scenario::{By, Dice, End, Lasting, Life, Op, Scenario, Slow, Volume};
+use crate::scenario::{By, Dice, End, Lasting, Life, Op, Scenario, Slow, VolumePlan};
 use crate::world::{SimDisk, SimLauncher, World};
 
 /// The maximum duration of a life. A longer one counts as hung.
@@ -206,7 +206,7 @@ fn gate(world: &World, end: End, slow: Option<Slow>, dice: Dice) -> simulation::
 /// Executes the events of a script.
 struct Player<'a> {
     world: World,
-    volumes: &'a [Volume],
+    volumes: &'a [VolumePlan],
 }
 
 impl Player<'_> {
@@ -401,7 +401,7 @@ impl Player<'_> {
     }
 }
 
-pub(crate) fn spec_of(volume: &Volume) -> MapSpec {
+pub(crate) fn spec_of(volume: &VolumePlan) -> MapSpec {
     MapSpec {
         name: volume.name.to_owned(),
         uri: volume.uri.clone(),
@@ -418,7 +418,7 @@ pub(crate) fn spec_of(volume: &Volume) -> MapSpec {
 
 /// The content of a memory volume dies with its worker. Its timeout is shorter than the time without failures at
 /// the end, so that the supervisor then lets its I/O fail. 0: the default.
-fn dead_connection_timeout_s(volume: &Volume) -> u32 {
+fn dead_connection_timeout_s(volume: &VolumePlan) -> u32 {
     if volume.uri.starts_with("mem:") { 20 } else { 0 }
 }
 

@@ -15,7 +15,7 @@ use crate::world::StateDisk;
 /// The scenario of one seed.
 #[derive(Debug)]
 pub(crate) struct Scenario {
-    pub(crate) volumes: Vec<Volume>,
+    pub(crate) volumes: Vec<VolumePlan>,
     /// How many of 1000 kernel calls fail, until the failures end.
     pub(crate) faults_per_mille: u32,
     pub(crate) lives: Vec<Life>,
@@ -29,7 +29,7 @@ pub(crate) struct Scenario {
 
 /// A volume and how it is mapped.
 #[derive(Debug)]
-pub(crate) struct Volume {
+pub(crate) struct VolumePlan {
     pub(crate) name: &'static str,
     pub(crate) uri: String,
     pub(crate) connections: u32,
@@ -221,7 +221,7 @@ impl Dice {
 
     fn scenario(&mut self) -> Scenario {
         let count = self.pick(&[1, 1, 1, 2, 2, 3]);
-        let volumes: Vec<Volume> = (0..count).map(|at| self.volume(at)).collect();
+        let volumes: Vec<VolumePlan> = (0..count).map(|at| self.volume(at)).collect();
         let faults_per_mille = self.pick(&[0, 0, 10, 50, 150]);
         let lives = self.pick(&[1, 2, 2, 3, 4]);
         let lives = (0..lives).map(|nth| self.life(count, nth == 0)).collect();
@@ -232,7 +232,7 @@ impl Dice {
         Scenario { volumes, faults_per_mille, lives, lasting, fresh, by_force }
     }
 
-    fn volume(&mut self, at: usize) -> Volume {
+    fn volume(&mut self, at: usize) -> VolumePlan {
         let name = ["a", "b", "c"][at];
         let uri = match self.below(8) {
             0 | 1 => "mem:64K".to_owned(),
@@ -241,7 +241,13 @@ impl Dice {
             _ => format!("file:/{name}"),
         };
         let read_only = self.one_in(12);
-        Volume { name, uri, connections: self.pick(&[1, 1, 1, 2, 3]), read_only, quiesce: false }
+        VolumePlan {
+            name,
+            uri,
+            connections: self.pick(&[1, 1, 1, 2, 3]),
+            read_only,
+            quiesce: false,
+        }
     }
 
     fn life(&mut self, volumes: usize, first: bool) -> Life {

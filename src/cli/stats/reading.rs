@@ -14,12 +14,12 @@ pub(super) struct Reading {
     pub(super) at_ms: u64,
     /// The upper bounds of the buckets in all `latency_buckets`. The last bucket has none.
     pub(super) latency_bounds_ns: Vec<u64>,
-    pub(super) volumes: Vec<Volume>,
+    pub(super) volumes: Vec<VolumeReading>,
 }
 
 /// One volume in a reading.
 #[derive(Debug, Serialize)]
-pub(super) struct Volume {
+pub(super) struct VolumeReading {
     pub(super) name: String,
     pub(super) device: String,
     pub(super) connections: u32,
@@ -69,13 +69,13 @@ impl Reading {
     pub(super) fn new(before: Option<&StatsResponse>, now: &StatsResponse) -> Self {
         let bounds = &now.latency_bounds_ns;
         let elapsed_ms = before.map(|before| now.at_ms.saturating_sub(before.at_ms));
-        let mut volumes: Vec<Volume> = now
+        let mut volumes: Vec<VolumeReading> = now
             .volumes
             .iter()
             .map(|volume| {
                 let same = |old: &&VolumeStats| old.name == volume.name;
                 let old = before.map(|before| before.volumes.iter().find(same));
-                Volume::new(volume, old.zip(elapsed_ms), bounds)
+                VolumeReading::new(volume, old.zip(elapsed_ms), bounds)
             })
             .collect();
         volumes.sort_by(|a, b| a.name.cmp(&b.name));
@@ -83,7 +83,7 @@ impl Reading {
     }
 }
 
-impl Volume {
+impl VolumeReading {
     /// Creates the values of a volume. `before` is the previous reading of this volume, if it had one, and the
     /// milliseconds since then.
     fn new(now: &VolumeStats, before: Option<(Option<&VolumeStats>, u64)>, bounds: &[u64]) -> Self {

@@ -10,7 +10,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::node::ObservedMapping;
 use super::shared::{Agent, Shared};
-use super::volume::Volume;
+use super::volume::AgentVolume;
 use crate::api::call;
 
 /// How long a call waits for a grant that the agent does not know yet: the watch may be behind.
@@ -101,7 +101,8 @@ impl Shared {
     /// Counts a call that wants the volume.
     fn enter(self: &Arc<Self>, name: &str, handle: &str) -> Admission {
         let mut volumes = self.volumes();
-        let volume = volumes.entry(name.to_owned()).or_insert_with(|| Volume::new(handle, false));
+        let volume =
+            volumes.entry(name.to_owned()).or_insert_with(|| AgentVolume::new(handle, false));
         volume.calls += 1;
         // A new call wants it tried again.
         volume.refusal.take_if(|(_, refusal)| !refusal.is_final());

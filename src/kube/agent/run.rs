@@ -13,7 +13,7 @@ use kube::runtime::watcher::{self, Event, watcher};
 use tokio::task::JoinSet;
 
 use super::shared::{Agent, Shared};
-use super::volume::Volume;
+use super::volume::AgentVolume;
 use crate::api::{call, message};
 use crate::client::connect;
 use crate::cluster::Kind;
@@ -61,7 +61,7 @@ impl Agent {
         for handle in handles {
             let name = shared.name_of(&handle);
             // A call that came before has claimed nothing yet.
-            let volume = volumes.entry(name).or_insert_with(|| Volume::new(&handle, true));
+            let volume = volumes.entry(name).or_insert_with(|| AgentVolume::new(&handle, true));
             volume.remembered = true;
         }
         drop(volumes);

@@ -9,7 +9,7 @@ use cleat_core::random::Random;
 use tokio::sync::watch;
 
 use super::node::NodeVolumes;
-use super::volume::Volume;
+use super::volume::AgentVolume;
 use crate::cluster::Kind;
 use crate::grant::{VolumeGrant, grant_name};
 use crate::queue::Queue;
@@ -44,7 +44,7 @@ pub(super) struct Shared {
     pub(super) changes: watch::Sender<()>,
     /// Why the API server cannot be reached; `None` if it can, or if the agent has not tried yet.
     connection: Mutex<Option<String>>,
-    volumes: Mutex<BTreeMap<String, Volume>>,
+    volumes: Mutex<BTreeMap<String, AgentVolume>>,
 }
 
 impl Agent {
@@ -75,12 +75,16 @@ impl Agent {
 }
 
 impl Shared {
-    pub(super) fn volumes(&self) -> MutexGuard<'_, BTreeMap<String, Volume>> {
+    pub(super) fn volumes(&self) -> MutexGuard<'_, BTreeMap<String, AgentVolume>> {
         self.volumes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Changes the state of a volume. Returns `None` if there is none.
-    pub(super) fn with<T>(&self, name: &str, change: impl FnOnce(&mut Volume) -> T) -> Option<T> {
+    pub(super) fn with<T>(
+        &self,
+        name: &str,
+        change: impl FnOnce(&mut AgentVolume) -> T,
+    ) -> Option<T> {
         self.volumes().get_mut(name).map(change)
     }
 

@@ -8,7 +8,7 @@ use super::node::Observed;
 
 /// A volume of the node.
 #[derive(Debug)]
-pub(super) struct Volume {
+pub(super) struct AgentVolume {
     pub(super) handle: String,
     /// The number of calls that want to map the volume, or do so.
     pub(super) calls: u32,
@@ -33,7 +33,7 @@ pub(super) struct Volume {
     pub(super) problem: Option<String>,
 }
 
-impl Volume {
+impl AgentVolume {
     /// Makes the state of a volume. `remembered` says that an earlier agent may have claimed it.
     pub(super) fn new(handle: &str, remembered: bool) -> Self {
         Self {
@@ -145,8 +145,8 @@ mod tests {
 
     #[test]
     fn a_mapping_is_usable_when_its_client_was_read() {
-        let mut volume = Volume::new("v", false);
-        let state = |volume: &mut Volume, worker| {
+        let mut volume = AgentVolume::new("v", false);
+        let state = |volume: &mut AgentVolume, worker| {
             volume.observe(&mapped(worker)).mapping.map(|mapping| mapping.state)
         };
         assert_eq!(state(&mut volume, 1), Some(MappingState::Starting));
@@ -159,19 +159,19 @@ mod tests {
     #[test]
     fn the_record_is_read_again_when_a_mapping_has_ended() {
         for claim in [OwnClaim::Lost, OwnClaim::None, OwnClaim::Unread] {
-            let mut volume = Volume::new("v", false);
+            let mut volume = AgentVolume::new("v", false);
             volume.claim = claim.clone();
             volume.observe(&mapped(1));
             let local = volume.observe(&Observed::default());
             assert_eq!(local.claim, OwnClaim::Uncertain, "{claim:?}");
         }
-        let mut lost = Volume::new("v", true);
+        let mut lost = AgentVolume::new("v", true);
         assert_eq!(lost.observe(&Observed::default()).claim, OwnClaim::Lost);
     }
 
     #[test]
     fn a_claim_that_failed_is_refused_only_if_the_record_says_so() {
-        let mut volume = Volume::new("v", false);
+        let mut volume = AgentVolume::new("v", false);
         volume.failed = Some(Generation(3));
         volume.take_record("a", &Record::default());
         assert_eq!((volume.claim.clone(), volume.refusal.clone()), (OwnClaim::None, None));

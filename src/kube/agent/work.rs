@@ -9,7 +9,7 @@ use cleat_grants::object::{Generation, NodeEntry, Version};
 use kube::api::PostParams;
 
 use super::shared::Shared;
-use super::volume::Volume;
+use super::volume::AgentVolume;
 use crate::api::{call, now};
 use crate::queue::Next;
 
@@ -49,7 +49,7 @@ impl Shared {
                     );
                     // Whether it succeeds or not, the record says what is left.
                     let released = self.node.release(&handle, &client).await;
-                    self.with(name, Volume::forget_claim);
+                    self.with(name, AgentVolume::forget_claim);
                     released?;
                 }
                 Some(Step::Publish { version, entry, intent }) => {
@@ -75,7 +75,7 @@ impl Shared {
             return Some(volume.handle.clone());
         }
         let handle = self.grant(name)?.volume()?.to_owned();
-        volumes.insert(name.to_owned(), Volume::new(&handle, false));
+        volumes.insert(name.to_owned(), AgentVolume::new(&handle, false));
         Some(handle)
     }
 

@@ -62,10 +62,10 @@ fn stop(mut worker: Worker) {
 
 #[test]
 fn a_killed_worker_has_a_successor_at_once_and_a_stopped_one_releases_its_claim() {
-    let uri = fresh("succession");
+    let uri = fresh("planned-handover");
     let start = start_as(&uri, "a", "boot", "m");
     let mut worker = started(&start);
-    let first = claim_of("succession");
+    let first = claim_of("planned-handover");
     assert_eq!((&first["node"], &first["boot_id"]), (&"a".into(), &"boot".into()), "{first}");
     assert_eq!((&first["mapping_id"], &first["generation"]), (&"m".into(), &1.into()), "{first}");
     let mut times = Vec::new();
@@ -79,7 +79,7 @@ fn a_killed_worker_has_a_successor_at_once_and_a_stopped_one_releases_its_claim(
         times.push(begun.elapsed());
         let sockets = worker.serve(1);
         assert!(nbd::read(&sockets[0], 0, 4096) == [round; 4096]);
-        let claim = claim_of("succession");
+        let claim = claim_of("planned-handover");
         assert_eq!(claim["generation"], round, "{claim}");
         assert_ne!(claim["address"], first["address"]);
         assert_eq!(claim["cut"].as_array().unwrap().len(), usize::from(round) - 1);
@@ -89,10 +89,10 @@ fn a_killed_worker_has_a_successor_at_once_and_a_stopped_one_releases_its_claim(
     assert!((60..=3600).contains(&entry_s), "{entry_s}");
     println!("from the detected death to a ready successor: {times:?}");
     stop(worker);
-    assert_eq!(claim_of("succession")["released"], true);
+    assert_eq!(claim_of("planned-handover")["released"], true);
     // The released claim does not block another node.
     stop(started(&start_as(&uri, "b", "other", "x")));
-    assert_eq!(claim_of("succession")["generation"], 5);
+    assert_eq!(claim_of("planned-handover")["generation"], 5);
 }
 
 #[test]

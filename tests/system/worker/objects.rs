@@ -19,12 +19,12 @@ const SIZE: u64 = 8 << 20;
 const BLOCK: u32 = 4096;
 
 /// A new volume. The directory is removed with it.
-struct Volume {
+struct ObjectVolume {
     uri: String,
     _directory: tempfile::TempDir,
 }
 
-impl Volume {
+impl ObjectVolume {
     fn in_directory() -> Self {
         let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let store = format!("dir:{}", directory.path().display());
@@ -53,7 +53,7 @@ fn create(store: &str) -> String {
     store.volume("v", None).unwrap().to_string()
 }
 
-fn is_served_by_a_confined_process(volume: &Volume) {
+fn is_served_by_a_confined_process(volume: &ObjectVolume) {
     let (mut worker, ready) = Worker::ready(&volume.uri);
     assert_eq!((ready.size, ready.preferred_block), (SIZE, BLOCK));
     assert!(ready.outlives_worker);
@@ -86,12 +86,12 @@ fn is_served_by_a_confined_process(volume: &Volume) {
 
 #[test]
 fn a_volume_in_a_directory_is_served_by_a_confined_process() {
-    is_served_by_a_confined_process(&Volume::in_directory());
+    is_served_by_a_confined_process(&ObjectVolume::in_directory());
 }
 
 #[test]
 fn a_volume_in_a_bucket_is_served_by_a_confined_process() {
-    is_served_by_a_confined_process(&Volume::in_bucket());
+    is_served_by_a_confined_process(&ObjectVolume::in_bucket());
 }
 
 /// What the n-th write of a round has in its block.
@@ -100,7 +100,7 @@ fn stamp(round: u64, number: u64) -> Vec<u8> {
 }
 
 /// The worker is killed while it has 32 writes in flight, each to a block of its own, of which some are answered.
-fn keeps_acknowledged_writes(volume: &Volume, rounds: u64) {
+fn keeps_acknowledged_writes(volume: &ObjectVolume, rounds: u64) {
     const WRITES: u64 = 32;
     // The rounds whose content each block may have.
     let mut allowed = vec![vec![0_u64]; WRITES as usize];
@@ -132,16 +132,16 @@ fn keeps_acknowledged_writes(volume: &Volume, rounds: u64) {
 
 #[test]
 fn acknowledged_writes_survive_the_death_of_the_worker_of_a_directory() {
-    keeps_acknowledged_writes(&Volume::in_directory(), 20);
+    keeps_acknowledged_writes(&ObjectVolume::in_directory(), 20);
 }
 
 #[test]
 fn acknowledged_writes_survive_the_death_of_the_worker_of_a_bucket() {
-    keeps_acknowledged_writes(&Volume::in_bucket(), 5);
+    keeps_acknowledged_writes(&ObjectVolume::in_bucket(), 5);
 }
 
 /// A worker is stopped while it has writes in flight, another node takes the volume over, and the worker continues.
-fn a_stopped_writer_is_fenced(volume: &Volume) {
+fn a_stopped_writer_is_fenced(volume: &ObjectVolume) {
     let (worker, sockets) = Worker::serving(&volume.uri, 1);
     assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
     let pid = Pid::from_raw(worker.child.id().cast_signed());
@@ -185,18 +185,18 @@ fn a_stopped_writer_is_fenced(volume: &Volume) {
 
 #[test]
 fn a_stopped_writer_of_a_directory_is_fenced_by_a_take_over() {
-    a_stopped_writer_is_fenced(&Volume::in_directory());
+    a_stopped_writer_is_fenced(&ObjectVolume::in_directory());
 }
 
 #[test]
 fn a_stopped_writer_of_a_bucket_is_fenced_by_a_take_over() {
-    a_stopped_writer_is_fenced(&Volume::in_bucket());
+    a_stopped_writer_is_fenced(&ObjectVolume::in_bucket());
 }
 
 /// Writes wait while the store does not answer, and none fails or is lost.
 #[test]
 fn an_outage_of_the_store_delays_writes() {
-    let volume = Volume::in_bucket();
+    let volume = ObjectVolume::in_bucket();
     let (_worker, sockets) = Worker::serving(&volume.uri, 1);
     shared().tell("pause rgw");
     for number in 0..8 {
@@ -218,7 +218,7 @@ fn an_outage_of_the_store_delays_writes() {
 #[test]
 fn code_inside_the_worker_of_a_directory_finds_every_road_closed() {
     let around = Surroundings::new();
-    let volume = Volume::in_directory();
+    let volume = ObjectVolume::in_directory();
     let (worker, sockets) = Worker::serving(&volume.uri, 1);
     let answer = worker.call(&ToWorker::SetFault { plan: around.plan() });
     assert_eq!(answer, FromWorker::Done);
