@@ -26,6 +26,8 @@ struct State {
     /// Why the last operation has failed.
     reason: Option<String>,
     puts: Puts,
+    /// How many puts have failed after `OUTAGE_AFTER`, in all outages.
+    late_failures: u64,
     wakers: Vec<Waker>,
 }
 
@@ -36,8 +38,8 @@ struct Puts {
     failing_since: Option<Instant>,
     /// Why the last one has failed.
     reason: Option<String>,
-    /// How many have failed after `OUTAGE_AFTER`.
-    late_failures: u64,
+    /// Whether one has failed after `OUTAGE_AFTER`.
+    is_outage: bool,
 }
 
 impl Watched {
@@ -53,20 +55,20 @@ impl Watched {
 
     /// Whether puts fail, and have failed for some time.
     pub(crate) fn is_in_outage(&self) -> bool {
-        self.lock().puts.late_failures > 0
+        self.lock().puts.is_outage
     }
 
     /// Runs an operation that waits for puts. Returns `None` if a put fails during an outage before the operation has
     /// ended, which is dropped then.
     pub(crate) async fn unless_outage<T>(&self, operation: impl Future<Output = T>) -> Option<T> {
         let mut operation = pin!(operation);
-        let before = self.lock().puts.late_failures;
+        let before = self.lock().late_failures;
         poll_fn(|context| {
             if let Poll::Ready(result) = operation.as_mut().poll(context) {
                 return Poll::Ready(Some(result));
             }
             let mut state = self.lock();
-            if state.puts.late_failures > before {
+            if state.late_failures > before {
                 return Poll::Ready(None);
             }
             if !state.wakers.iter().any(|waker| waker.will_wake(context.waker())) {
@@ -110,7 +112,8 @@ impl Watched {
                 let since = *state.puts.failing_since.get_or_insert(began);
                 state.puts.reason = Some(error.to_string());
                 if now.saturating_duration_since(since) >= OUTAGE_AFTER {
-                    state.puts.late_failures += 1;
+                    state.puts.is_outage = true;
+                    state.late_failures += 1;
                 }
             }
         }
@@ -227,6 +230,18 @@ mod tests {
         assert!(store.reason().is_some_and(|reason| reason.contains("No space")));
         put();
         assert_eq!(later.as_mut().poll(&mut Context::from_waker(Waker::noop())), Poll::Ready(None));
+        // It waits beyond the end of this outage: the next one ends it at once, however short it is.
+        let mut long = Box::pin(store.unless_outage(std::future::pending::<()>()));
+        let mut poll_long = || long.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+        assert!(poll_long().is_pending());
+        full.0.store(false, Ordering::Relaxed);
+        put();
+        assert!(poll_long().is_pending());
+        full.0.store(true, Ordering::Relaxed);
+        put();
+        clock.advance(OUTAGE_AFTER);
+        put();
+        assert_eq!(poll_long(), Poll::Ready(None));
         full.0.store(false, Ordering::Relaxed);
         put();
         assert!(!store.is_in_outage());

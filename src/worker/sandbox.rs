@@ -23,8 +23,8 @@
 //!
 //! What remains: memory, threads, time, io_uring, and reads, writes, sizes and holes of open files. A backend
 //! that starts threads when it opens a volume is confined before that, with the paths that it will read, the
-//! directories in which it will write and, if it declares so, with sockets of AF_INET and AF_INET6; never with AF_UNIX, whose abstract sockets
-//! belong to the network, nor with AF_NETLINK.
+//! directories in which it will write and, if it declares so, with sockets of AF_INET and AF_INET6; never with
+//! AF_UNIX, whose abstract sockets belong to the network, nor with AF_NETLINK.
 
 mod filter;
 mod root;

@@ -95,7 +95,7 @@ impl Reader {
     pub async fn why(&self, namespace: Option<&str>, claim: &str) -> Result<Why> {
         let namespace = namespace.unwrap_or(self.client.default_namespace());
         let claims: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), namespace);
-        let found = call(|| format!("read the claim {namespace}/{claim}"), claims.get(claim)).await;
+        let found = read(|| format!("read the claim {namespace}/{claim}"), claims.get(claim)).await;
         let claim = found.map_err(|error| match error.kind() {
             ErrorKind::NotFound => {
                 error.with_repair("name the namespace with -n; kubectl get pvc -A lists the claims")
@@ -165,7 +165,7 @@ impl Reader {
 
     async fn grant(&self, name: &str) -> Result<Option<VolumeGrant>> {
         let grants: Api<VolumeGrant> = Api::all(self.client.clone());
-        call(|| format!("read the grant {name}"), grants.get_opt(name)).await
+        read(|| format!("read the grant {name}"), grants.get_opt(name)).await
     }
 
     /// Reads an object without a namespace; none without a name.
@@ -176,7 +176,7 @@ impl Reader {
     {
         let Some(name) = name.filter(|name| !name.is_empty()) else { return Ok(None) };
         let api: Api<K> = Api::all(self.client.clone());
-        call(|| format!("read the {} {name}", K::kind(&())), api.get_opt(name)).await
+        read(|| format!("read the {} {name}", K::kind(&())), api.get_opt(name)).await
     }
 
     async fn pods(&self, namespace: Option<&str>, which: &ListParams) -> Result<Vec<Pod>> {
@@ -196,6 +196,19 @@ impl Reader {
     }
 }
 
+/// As [`call`], with the rights of the kubeconfig's user.
+async fn read<T>(
+    what: impl FnOnce() -> String,
+    request: impl Future<Output = kube::Result<T>>,
+) -> Result<T> {
+    call(what, request).await.map_err(|error| match error.kind() {
+        ErrorKind::PermissionDenied => {
+            error.with_repair("use a kubeconfig whose user may read these objects")
+        }
+        _ => error,
+    })
+}
+
 /// Lists all objects, some at a time.
 async fn pages<K>(api: &Api<K>, which: &ListParams) -> Result<Vec<K>>
 where
@@ -205,7 +218,7 @@ where
     let mut objects = Vec::new();
     let mut which = which.clone().limit(PAGE);
     loop {
-        let page = call(what, api.list(&which)).await?;
+        let page = read(what, api.list(&which)).await?;
         objects.extend(page.items);
         if objects.len() > MAX_OBJECTS {
             let message = format!("cannot {}: there are more than {MAX_OBJECTS}", what());

@@ -77,7 +77,8 @@ impl Access {
     /// Creates the object, and finds out whether this opener has created it if the answer is not clear.
     ///
     /// # Errors
-    /// Returns an error if the store fails `attempts` times or, unless they have no limit, refuses once. The object may exist then, or be created later.
+    /// Returns an error if the store fails `attempts` times or, unless they have no limit, refuses once. The object may
+    /// exist then, or be created later.
     pub(super) async fn put(
         &self,
         name: Name,
