@@ -106,9 +106,13 @@ pub fn boot_id() -> Result<String> {
     host::boot_id().map_err(|e| Error::from_io("cannot read the boot id", e))
 }
 
-/// Returns whether a node's name identifies one node.
-pub fn is_unique_name(node: &str) -> bool {
-    !COMMON_NAMES.contains(&node)
+/// Returns whether two nodes, each given by its name and its machine id, are one node. Two machines may have the same
+/// name, so the machine ids are compared if both are known. A name that many machines have proves nothing.
+pub fn is_same_node(one: (&str, &str), other: (&str, &str)) -> bool {
+    let ((name, machine), (other_name, other_machine)) = (one, other);
+    let is_known = !machine.is_empty() && !other_machine.is_empty();
+    let is_other_machine = is_known && machine != other_machine;
+    name == other_name && !COMMON_NAMES.contains(&name) && !is_other_machine
 }
 
 #[cfg(test)]

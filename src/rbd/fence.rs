@@ -12,7 +12,7 @@ use std::time::Instant;
 use librbd::{Cluster, Image, Open};
 use serde::Deserialize;
 
-use crate::claim::decision::{Liveness, Purpose, is_same_node};
+use crate::claim::decision::{Liveness, Purpose};
 use crate::claim::header::ImageHeader;
 use crate::claim::record::{self, Claim};
 use crate::claim::{self, ClaimAttempt};
@@ -21,7 +21,7 @@ use crate::errors::{self, open_error};
 use crate::keyring::ClientKey;
 use crate::spec::RbdSpec;
 use crate::timeouts::{answer, with_timeout};
-use cleat_backend::claimant::Claimant;
+use cleat_backend::claimant::{Claimant, is_same_node};
 use cleat_backend::fence::{Client, Fence, Standing, Target};
 use cleat_backend::uri::invalid;
 use cleat_core::clock::{Clock, SystemClock};
@@ -327,7 +327,9 @@ fn prove_ended(
         return not_proved(message, repair);
     }
     let restarted = |node: &str, machine: &str, boot_id: &str| {
-        is_same_node(client, node, machine) && boot_id != client.boot_id && !boot_id.is_empty()
+        is_same_node((&client.node, &client.machine), (node, machine))
+            && boot_id != client.boot_id
+            && !boot_id.is_empty()
     };
     let later = std::iter::once(&claim.client).chain(&claim.cut);
     let mut later = later.filter(|other| other.generation > client.generation);

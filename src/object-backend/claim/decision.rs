@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use cleat_backend::claimant::{Claimant, is_unique_name};
+use cleat_backend::claimant::{Claimant, is_same_node};
 
 use super::record::{Client, Seen};
 
@@ -81,18 +81,12 @@ fn may_replace(client: &Client, claimant: &Claimant) -> bool {
         return false;
     }
     if client.boot_id != claimant.boot_id {
-        return is_same_node(client, claimant);
+        let here = (&*claimant.node, &*claimant.machine);
+        return is_same_node((&client.node, &client.machine), here);
     }
     let same_mapping = client.mapping_id == claimant.mapping_id && !client.mapping_id.is_empty();
     same_mapping
         || client.process.is_some_and(|process| process.has_ended(claimant.process.as_ref()))
-}
-
-/// Two machines may have the same name, so the machine ids are compared if both are known.
-fn is_same_node(client: &Client, claimant: &Claimant) -> bool {
-    let (one, other) = (&client.machine, &claimant.machine);
-    let other_machine = !one.is_empty() && !other.is_empty() && one != other;
-    client.node == claimant.node && is_unique_name(&claimant.node) && !other_machine
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@
 use std::fmt;
 
 use super::record::{Claim, Client};
-use cleat_backend::claimant::{Claimant, is_unique_name};
+use cleat_backend::claimant::{Claimant, is_same_node};
 use cleat_grants::record::Refusal;
 
 /// The client that holds the image's lock.
@@ -218,7 +218,8 @@ fn may_replace(client: &Client, claimant: &Claimant, seen: &Observation) -> bool
         // name and may have the same machine id. A client that still watches the image is not proved to have
         // ended with its node.
         let watches = seen.watching.contains(&client.address);
-        return is_same_node(client, &claimant.node, &claimant.machine) && !watches;
+        let here = (&*claimant.node, &*claimant.machine);
+        return is_same_node((&client.node, &client.machine), here) && !watches;
     }
     let same_mapping = client.mapping_id == claimant.mapping_id && !client.mapping_id.is_empty();
     same_mapping
@@ -235,14 +236,6 @@ pub(crate) fn liveness(seen: &Observation, claimant: &Claimant, address: &str) -
         true => Liveness::Ended,
         false => Liveness::MayLive,
     }
-}
-
-/// Returns whether `client` ran on the node with the name `node` and the machine id `machine`. Two
-/// machines may have the same name, so the machine ids are compared if both are known.
-pub(crate) fn is_same_node(client: &Client, node: &str, machine: &str) -> bool {
-    let other_machine =
-        !client.machine.is_empty() && !machine.is_empty() && client.machine != machine;
-    client.node == node && is_unique_name(node) && !other_machine
 }
 
 #[cfg(test)]
