@@ -5,7 +5,10 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use cleat_core::error::Result;
-use cleat_kube::report::{DrainCheck, HolderRow, NodeReport, Reader, VolumeRow, Why, ask};
+use cleat_csi::VolumeId;
+use cleat_kube::report::{
+    DrainCheck, HolderRow, Image, NodeReport, Reader, TakenOver, VolumeRow, Why, ask,
+};
 use serde::Serialize;
 
 use super::output::{self, Format, Table, printable};
@@ -50,6 +53,16 @@ Examples:
     $ kubectl cleat drain-check node-a && kubectl drain node-a --ignore-daemonsets
 ";
 
+const TAKE_OVER_EXAMPLES: &str = "\
+Examples:
+    $ kubectl patch pv pvc-1 -p '{\"spec\":{\"persistentVolumeReclaimPolicy\":\"Retain\"}}'
+    $ kubectl scale statefulset db --replicas 0
+    $ kubectl cleat take-over pvc-1 --storage-class cleat-rbd > pvc-1.json
+    $ kubectl delete pvc data-db-0 && kubectl delete pv pvc-1
+    $ kubectl apply -f pvc-1.json
+    $ kubectl scale statefulset db --replicas 1
+";
+
 /// Show the volumes of a Kubernetes cluster, and what they wait for (also: kubectl cleat)
 ///
 /// Only reads objects of the API server, with the rights of the kubeconfig's user: PersistentVolumes, claims,
@@ -76,6 +89,7 @@ enum Command {
     Node(Node),
     Why(WhyArgs),
     DrainCheck(Drain),
+    TakeOver(TakeOver),
 }
 
 /// List the volumes of the driver, who may use them, and what they wait for
@@ -116,6 +130,24 @@ struct Drain {
     node: String,
 }
 
+/// Print the objects with which an RBD volume of ceph-csi becomes one of this driver
+///
+/// Prints the PersistentVolume and its claim, with their names, for the same image. Changes nothing: delete the old
+/// objects, and then apply the printed ones. Refuses a volume that is in use, and one whose image ceph-csi would delete
+/// with the PersistentVolume. The file of clusters (csi.clusters) must have the clusterID of the volume.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = TAKE_OVER_EXAMPLES)]
+struct TakeOver {
+    /// The name of the PersistentVolume
+    volume: String,
+    /// The StorageClass of the new objects [default: that of the old ones]
+    #[arg(long, value_name = "NAME")]
+    storage_class: Option<String>,
+    /// The RADOS namespace of the image, which the configuration of ceph-csi has for its cluster [default: none]
+    #[arg(long, value_name = "NAME", default_value = "", hide_default_value = true)]
+    rados_namespace: String,
+}
+
 /// Makes the arguments those of `cleat kubectl` if this process was started as a plugin of kubectl.
 pub(super) fn as_plugin(mut arguments: Vec<OsString>) -> Vec<OsString> {
     let program = arguments.first().map(Path::new).and_then(Path::file_name);
@@ -154,9 +186,33 @@ pub(super) fn run(globals: &Globals, args: Kubectl) -> Result<u8> {
                 show(format, &check, |_| drain_text(&check))?;
                 return Ok(if check.can_be_drained { exit::OK } else { exit::NOT_DRAINABLE });
             }
+            Command::TakeOver(taken) => {
+                let class = taken.storage_class.as_deref();
+                let namespace = taken.rados_namespace;
+                let id = |image: &Image| id_of(image, namespace);
+                let TakenOver { volume, claim } =
+                    reader.take_over(&taken.volume, class, id).await?;
+                let list = Manifests { api_version: "v1", kind: "List", items: (volume, claim) };
+                output::json(&list)?;
+            }
         }
         Ok(exit::OK)
     })
+}
+
+/// Objects in the form of `kubectl apply`.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Manifests<T> {
+    api_version: &'static str,
+    kind: &'static str,
+    items: T,
+}
+
+/// Returns the volume handle of an image.
+fn id_of(image: &Image, namespace: String) -> String {
+    let Image { cluster, pool, name } = image.clone();
+    VolumeId::Rbd { cluster, pool, namespace, image: name }.to_string()
 }
 
 /// The list in JSON.

@@ -3,7 +3,8 @@
 use std::process::{Command, Output};
 
 use cleat_grants::object::{Reason, Signal, Truth};
-use kube::api::{Api, PostParams};
+use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
+use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 
 use crate::control_plane::ControlPlane;
@@ -38,7 +39,7 @@ fn a_claim_and_its_nodes_are_explained() {
         let (a, b) = (&world.node("a").await, &world.node("b").await);
         let volume = &world.volume("pv", "shared/v").await;
         let claim = &format!("claim.{}", world.driver);
-        create::<k8s_openapi::api::core::v1::PersistentVolumeClaim>(
+        create::<PersistentVolumeClaim>(
             &world,
             json!({
                 "metadata": { "name": claim },
@@ -87,5 +88,75 @@ fn a_claim_and_its_nodes_are_explained() {
         })
         .await;
         controller.stop().await;
+    });
+}
+
+#[test]
+fn a_volume_of_ceph_csi_is_taken_over() {
+    run(async |world: World| {
+        let volume = &format!("ceph-csi.{}", world.driver);
+        let pv = json!({
+            "metadata": { "name": volume },
+            "spec": {
+                "accessModes": ["ReadWriteOnce"], "capacity": { "storage": "1Gi" }, "storageClassName": "",
+                "persistentVolumeReclaimPolicy": "Retain",
+                "claimRef": { "namespace": "default", "name": volume },
+                "csi": {
+                    "driver": "rook-ceph.rbd.csi.ceph.com", "volumeHandle": "0001-x",
+                    "volumeAttributes": { "clusterID": "c1", "pool": "p", "imageName": "csi-vol-1", "mounter": "rbd-nbd" },
+                    "nodeStageSecretRef": { "name": "s", "namespace": "rook-ceph" },
+                },
+            },
+        });
+        let pvs: Api<PersistentVolume> = Api::all(world.client.clone());
+        pvs.create(&PostParams::default(), &serde_json::from_value(pv).unwrap()).await.unwrap();
+        create::<PersistentVolumeClaim>(
+            &world,
+            json!({
+                "metadata": { "name": volume },
+                "spec": {
+                    "accessModes": ["ReadWriteOnce"], "storageClassName": "", "volumeName": volume,
+                    "resources": { "requests": { "storage": "1Gi" } },
+                },
+            }),
+        )
+        .await;
+        let attachment = world.attach(volume, &world.node("a").await).await;
+        let (output, _) = cleat(&world, &["take-over", volume]).await;
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && error.contains("is attached to"), "{error}");
+        world.detach(&attachment).await;
+        let arguments = ["take-over", volume, "--rados-namespace", "n"];
+        let (output, list) = cleat(&world, &arguments).await;
+        assert!(output.status.success(), "{output:?}");
+        let [new, claim] = [&list["items"][0], &list["items"][1]];
+        assert_eq!(new["spec"]["csi"]["volumeHandle"], "rbd/c1/p/n/csi-vol-1");
+        assert_eq!(new["spec"]["csi"]["driver"], *world.driver);
+        assert_eq!(new["spec"]["csi"]["nodeStageSecretRef"]["name"], "s");
+        assert_eq!(claim["spec"]["volumeName"], **volume);
+
+        // The API server accepts both when the old ones are deleted.
+        pvs.patch(
+            volume,
+            &PatchParams::default(),
+            &Patch::Merge(json!({ "metadata": { "finalizers": null } })),
+        )
+        .await
+        .unwrap();
+        pvs.delete(volume, &DeleteParams::default()).await.unwrap();
+        eventually("the old volume is deleted", async || {
+            pvs.get_opt(volume).await.unwrap().is_none().then_some(())
+        })
+        .await;
+        pvs.create(&PostParams::default(), &serde_json::from_value(new.clone()).unwrap())
+            .await
+            .unwrap();
+        let claims: Api<PersistentVolumeClaim> = Api::namespaced(world.client.clone(), "default");
+        let trial = PostParams { dry_run: true, ..PostParams::default() };
+        let mut renamed = claim.clone();
+        renamed["metadata"]["name"] = json!(format!("new.{volume}"));
+        claims.create(&trial, &serde_json::from_value(renamed).unwrap()).await.unwrap();
+        let (_, listed) = cleat(&world, &["volumes"]).await;
+        assert_eq!(listed["volumes"][0]["handle"], "rbd/c1/p/n/csi-vol-1", "{listed}");
     });
 }

@@ -4,6 +4,7 @@
 //! [`Reader`] reads the objects. The other files turn them into answers without I/O.
 
 mod node;
+mod take_over;
 mod volumes;
 mod why;
 
@@ -24,6 +25,7 @@ use crate::client::connect_as;
 use crate::grant::{DRIVER_LABEL, VolumeGrant, grant_name};
 
 pub use node::{DrainCheck, NodeReport, NodeVolume, Obstacle};
+pub use take_over::{Image, TakeOver, TakenOver};
 pub use volumes::{HolderRow, VolumeRow};
 pub use why::{Step, Why};
 
@@ -133,6 +135,47 @@ impl Reader {
             facts.nodes.extend(self.get::<Node>(Some(&*name)).await?);
         }
         Ok(why::answer(&facts))
+    }
+
+    /// Returns the objects with which a volume of ceph-csi is one of the driver. Without `storage_class`, it keeps its
+    /// own. `id` makes the volume handle of an image.
+    ///
+    /// # Errors
+    /// Returns `NotFound` if the PersistentVolume or its claim does not exist; `InUse` with what uses it;
+    /// `Unsupported` for a volume that cannot be taken over; otherwise the error of the API server.
+    pub async fn take_over(
+        &self,
+        volume: &str,
+        storage_class: Option<&str>,
+        id: impl FnOnce(&Image) -> String,
+    ) -> Result<TakenOver> {
+        let missing = |what: String| {
+            Error::new(ErrorKind::NotFound, what).with_repair("kubectl get pv lists the volumes")
+        };
+        let found: Option<PersistentVolume> = self.get(Some(volume)).await?;
+        let found = found
+            .ok_or_else(|| missing(format!("the PersistentVolume {volume} does not exist")))?;
+        let claim = found.spec.as_ref().and_then(|spec| spec.claim_ref.clone());
+        let name = claim.as_ref().and_then(|claim| claim.name.clone());
+        let namespace = claim.and_then(|claim| claim.namespace);
+        let (Some(name), Some(namespace)) = (name, namespace) else {
+            return Err(missing(format!("the PersistentVolume {volume} has no claim")));
+        };
+        let claims: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), &namespace);
+        let claim =
+            read(|| format!("read the claim {namespace}/{name}"), claims.get(&name)).await?;
+        let pods = self.pods(Some(&namespace), &ListParams::default()).await?;
+        let pods = pods.iter().filter(|pod| uses(pod, &name));
+        let pods = pods.map(|pod| format!("{namespace}/{}", pod.name_any())).collect();
+        let attachments: Vec<VolumeAttachment> = self.all(&ListParams::default()).await?;
+        let of_volume = |attachment: &VolumeAttachment| {
+            attachment.spec.source.persistent_volume_name.as_deref() == Some(volume)
+        };
+        let attached = attachments.into_iter().filter(of_volume);
+        let attached = attached.map(|attachment| attachment.spec.node_name).collect();
+        let facts = take_over::Facts { volume: found, claim, attached, pods };
+        let wanted = TakeOver { driver: &self.driver, storage_class };
+        take_over::taken_over(&facts, &wanted, id)
     }
 
     async fn facts_of_node(&self, name: &str) -> Result<node::Facts<'_>> {

@@ -1,0 +1,305 @@
+//! Takes over a volume of ceph-csi: the objects with which the same RBD image is a volume of this driver.
+
+use std::collections::BTreeMap;
+
+use cleat_core::error::{Error, ErrorKind, Result};
+use k8s_openapi::api::core::v1::{
+    CSIPersistentVolumeSource, PersistentVolume, PersistentVolumeClaim,
+};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::ResourceExt;
+
+/// The end of the names of ceph-csi's drivers for RBD. Rook puts its namespace before it.
+const CEPH_CSI: &str = "rbd.csi.ceph.com";
+
+/// The beginning of the names of images that ceph-csi makes, if the volume does not have the name.
+const IMAGE_PREFIX: &str = "csi-vol-";
+
+/// The length of the UUID at the end of a volume handle of ceph-csi.
+const UUID: usize = 36;
+
+/// An RBD image.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Image {
+    /// The id of the cluster in the file of clusters.
+    pub cluster: String,
+    /// The pool.
+    pub pool: String,
+    /// The name of the image.
+    pub name: String,
+}
+
+/// What is needed to take over a volume, as it is in the API server.
+pub(super) struct Facts {
+    pub(super) volume: PersistentVolume,
+    pub(super) claim: PersistentVolumeClaim,
+    /// The nodes that VolumeAttachments name.
+    pub(super) attached: Vec<String>,
+    /// The pods that use the claim.
+    pub(super) pods: Vec<String>,
+}
+
+/// What the volume becomes.
+#[derive(Debug, Clone)]
+pub struct TakeOver<'a> {
+    /// The name of the driver that takes it over.
+    pub driver: &'a str,
+    /// The StorageClass; `None`: the same one.
+    pub storage_class: Option<&'a str>,
+}
+
+/// The objects of a volume that is taken over.
+#[derive(Debug, Clone)]
+pub struct TakenOver {
+    /// The PersistentVolume, without a status.
+    pub volume: PersistentVolume,
+    /// The claim that is bound to it, without a status.
+    pub claim: PersistentVolumeClaim,
+}
+
+/// Returns the objects. `id` makes the volume handle of an image.
+///
+/// # Errors
+/// Returns `InUse` with the pods and the nodes that use the volume; `Unsupported` for a volume of another driver, for
+/// one whose storage would be deleted with the PersistentVolume, and for one that this driver cannot decrypt.
+pub(super) fn taken_over(
+    facts: &Facts,
+    wanted: &TakeOver<'_>,
+    id: impl FnOnce(&Image) -> String,
+) -> Result<TakenOver> {
+    let name = facts.volume.name_any();
+    let spec = facts.volume.spec.clone().unwrap_or_default();
+    let source = spec.csi.clone().filter(|source| source.driver.ends_with(CEPH_CSI));
+    let source = source.ok_or_else(|| {
+        let message = format!("the PersistentVolume {name} is not of ceph-csi ({CEPH_CSI})");
+        unsupported(message, "kubectl get pv -o wide lists the volumes")
+    })?;
+    check_unused(facts, &name)?;
+    if spec.persistent_volume_reclaim_policy.as_deref() != Some("Retain") {
+        let message = format!(
+            "ceph-csi would delete the image with the PersistentVolume {name}: it has to be retained"
+        );
+        let patch = r#"'{"spec":{"persistentVolumeReclaimPolicy":"Retain"}}'"#;
+        return Err(unsupported(message, &format!("kubectl patch pv {name} -p {patch}")));
+    }
+    let attributes = source.volume_attributes.clone().unwrap_or_default();
+    let kept = kept_attributes(&name, &attributes)?;
+    let class = wanted.storage_class.map(str::to_owned);
+    let csi = CSIPersistentVolumeSource {
+        driver: wanted.driver.to_owned(),
+        volume_handle: id(&image(&name, &source.volume_handle, &attributes)?),
+        volume_attributes: (!kept.is_empty()).then_some(kept),
+        controller_publish_secret_ref: None,
+        ..source
+    };
+    let mut volume_spec = spec;
+    volume_spec.csi = Some(csi);
+    volume_spec.storage_class_name = class.clone().or(volume_spec.storage_class_name);
+    if let Some(claim) = &mut volume_spec.claim_ref {
+        (claim.uid, claim.resource_version) = (None, None);
+    }
+    let mut claim_spec = facts.claim.spec.clone().unwrap_or_default();
+    claim_spec.volume_name = Some(name);
+    claim_spec.storage_class_name = class.or(claim_spec.storage_class_name);
+    (claim_spec.data_source, claim_spec.data_source_ref) = (None, None);
+    Ok(TakenOver {
+        volume: PersistentVolume {
+            metadata: metadata(&facts.volume.metadata),
+            spec: Some(volume_spec),
+            status: None,
+        },
+        claim: PersistentVolumeClaim {
+            metadata: metadata(&facts.claim.metadata),
+            spec: Some(claim_spec),
+            status: None,
+        },
+    })
+}
+
+fn check_unused(facts: &Facts, name: &str) -> Result<()> {
+    if !facts.pods.is_empty() {
+        let message =
+            format!("the PersistentVolume {name} is used by pods: {}", facts.pods.join(", "));
+        return Err(Error::new(ErrorKind::InUse, message)
+            .with_repair("end them, for example with kubectl scale"));
+    }
+    if !facts.attached.is_empty() {
+        let message =
+            format!("the PersistentVolume {name} is attached to {}", facts.attached.join(", "));
+        return Err(Error::new(ErrorKind::InUse, message)
+            .with_repair("wait until kubectl get volumeattachments does not list it"));
+    }
+    Ok(())
+}
+
+/// Returns the attributes that this driver needs, too.
+fn kept_attributes(
+    name: &str,
+    attributes: &BTreeMap<String, String>,
+) -> Result<BTreeMap<String, String>> {
+    let value = |key: &str| attributes.get(key).map_or("", String::as_str);
+    if value("encrypted") != "true" {
+        return Ok(BTreeMap::new());
+    }
+    let (kind, kms) = (value("encryptionType"), value("encryptionKMSID"));
+    if !["", "block"].contains(&kind) || !kms.is_empty() {
+        let message = format!(
+            "the PersistentVolume {name} is encrypted with encryptionType {kind:?} and encryptionKMSID {kms:?}, which \
+             this driver does not have"
+        );
+        return Err(unsupported(message, "copy its data to a new volume"));
+    }
+    Ok([("encrypted".to_owned(), "true".to_owned())].into())
+}
+
+/// Returns the image of a volume of ceph-csi. Older volumes do not have its name, which ends as the volume handle.
+fn image(name: &str, handle: &str, attributes: &BTreeMap<String, String>) -> Result<Image> {
+    let value = |key: &str| attributes.get(key).filter(|value| !value.is_empty()).cloned();
+    let missing = |key: &str| {
+        let message = format!("the PersistentVolume {name} does not have the attribute {key}");
+        unsupported(
+            message,
+            "write the PersistentVolume by hand: see docs/csi.md, Volumes of ceph-csi",
+        )
+    };
+    let is_static = value("staticVolume").is_some_and(|value| value == "true");
+    let of_handle = || {
+        let uuid = handle.get(handle.len().checked_sub(UUID)?..)?;
+        let prefix = value("volumeNamePrefix").unwrap_or_else(|| IMAGE_PREFIX.to_owned());
+        handle.starts_with("0001-").then(|| format!("{prefix}{uuid}"))
+    };
+    let image = match value("imageName") {
+        Some(image) => Some(image),
+        None if is_static => Some(handle.to_owned()),
+        None => of_handle(),
+    };
+    Ok(Image {
+        cluster: value("clusterID").ok_or_else(|| missing("clusterID"))?,
+        pool: value("pool").ok_or_else(|| missing("pool"))?,
+        name: image.ok_or_else(|| missing("imageName"))?,
+    })
+}
+
+/// Returns what a new object has of the old one's metadata. Annotations say who has made the object, and finalizers who
+/// watches it; both are those of the old driver.
+fn metadata(old: &ObjectMeta) -> ObjectMeta {
+    ObjectMeta {
+        name: old.name.clone(),
+        namespace: old.namespace.clone(),
+        labels: old.labels.clone(),
+        ..ObjectMeta::default()
+    }
+}
+
+fn unsupported(message: String, repair: &str) -> Error {
+    Error::new(ErrorKind::Unsupported, message).with_repair(repair.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    const HANDLE: &str =
+        "0001-0009-rook-ceph-0000000000000002-1c0f9e3e-1111-2222-3333-444455556666";
+
+    fn facts(attributes: Value) -> Facts {
+        Facts {
+            volume: serde_json::from_value(json!({
+                "apiVersion": "v1", "kind": "PersistentVolume",
+                "metadata": {
+                    "name": "pvc-1", "uid": "u", "labels": { "a": "b" },
+                    "finalizers": ["kubernetes.io/pv-protection"],
+                    "annotations": { "pv.kubernetes.io/provisioned-by": "rook-ceph.rbd.csi.ceph.com" },
+                },
+                "spec": {
+                    "persistentVolumeReclaimPolicy": "Retain", "storageClassName": "old",
+                    "claimRef": { "namespace": "prod", "name": "data", "uid": "c", "resourceVersion": "1" },
+                    "csi": {
+                        "driver": "rook-ceph.rbd.csi.ceph.com", "volumeHandle": HANDLE, "fsType": "ext4",
+                        "volumeAttributes": attributes,
+                        "nodeStageSecretRef": { "name": "rook-csi-rbd-node", "namespace": "rook-ceph" },
+                    },
+                },
+            }))
+            .unwrap(),
+            claim: serde_json::from_value(json!({
+                "apiVersion": "v1", "kind": "PersistentVolumeClaim",
+                "metadata": { "name": "data", "namespace": "prod", "uid": "c" },
+                "spec": { "storageClassName": "old", "volumeName": "pvc-1", "dataSource": { "kind": "VolumeSnapshot", "name": "s" } },
+            }))
+            .unwrap(),
+            attached: Vec::new(),
+            pods: Vec::new(),
+        }
+    }
+
+    fn attributes() -> Value {
+        json!({ "clusterID": "rook-ceph", "pool": "p", "imageName": "csi-vol-x", "journalPool": "p" })
+    }
+
+    fn take(facts: &Facts) -> Result<TakenOver> {
+        let wanted = TakeOver { driver: "cleat.csi.storage", storage_class: Some("new") };
+        taken_over(facts, &wanted, |image| {
+            format!("rbd/{}/{}//{}", image.cluster, image.pool, image.name)
+        })
+    }
+
+    #[test]
+    fn the_same_image_gets_new_objects() {
+        let TakenOver { volume, claim } = take(&facts(attributes())).unwrap();
+        assert_eq!((volume.metadata.uid, volume.metadata.finalizers), (None, None));
+        assert_eq!(volume.metadata.annotations, None);
+        let spec = volume.spec.unwrap();
+        let source = spec.csi.unwrap();
+        assert_eq!(source.volume_handle, "rbd/rook-ceph/p//csi-vol-x");
+        assert_eq!((source.driver.as_str(), source.volume_attributes), ("cleat.csi.storage", None));
+        assert_eq!(source.node_stage_secret_ref.unwrap().name.unwrap(), "rook-csi-rbd-node");
+        assert_eq!(spec.claim_ref.unwrap().uid, None);
+        assert_eq!(spec.storage_class_name.as_deref(), Some("new"));
+        let spec = claim.spec.unwrap();
+        assert_eq!((spec.volume_name.as_deref(), spec.data_source), (Some("pvc-1"), None));
+        assert_eq!(spec.storage_class_name.as_deref(), Some("new"));
+    }
+
+    #[test]
+    fn the_image_follows_from_the_handle_of_older_and_static_volumes() {
+        let old = json!({ "clusterID": "c", "pool": "p" });
+        let handle = take(&facts(old)).unwrap().volume.spec.unwrap().csi.unwrap().volume_handle;
+        assert_eq!(handle, "rbd/c/p//csi-vol-1c0f9e3e-1111-2222-3333-444455556666");
+        let fixed = json!({ "clusterID": "c", "pool": "p", "staticVolume": "true" });
+        let handle = take(&facts(fixed)).unwrap().volume.spec.unwrap().csi.unwrap().volume_handle;
+        assert_eq!(handle, format!("rbd/c/p//{HANDLE}"));
+    }
+
+    #[test]
+    fn what_could_lose_data_is_refused() {
+        let refused = |change: &dyn Fn(&mut Facts)| {
+            let mut facts = facts(attributes());
+            change(&mut facts);
+            take(&facts).unwrap_err()
+        };
+        let used = refused(&|facts| facts.pods.push("prod/db-0".to_owned()));
+        assert_eq!(used.kind(), ErrorKind::InUse);
+        assert!(used.message().contains("prod/db-0"), "{used}");
+        let attached = refused(&|facts| facts.attached.push("node-a".to_owned()));
+        assert!(attached.message().contains("node-a"), "{attached}");
+        let deleted = refused(&|facts| {
+            facts.volume.spec.as_mut().unwrap().persistent_volume_reclaim_policy =
+                Some("Delete".to_owned());
+        });
+        assert!(deleted.repair().unwrap().starts_with("kubectl patch pv pvc-1"), "{deleted:?}");
+        let other = refused(&|facts| {
+            facts.volume.spec.as_mut().unwrap().csi.as_mut().unwrap().driver =
+                "cephfs.csi.ceph.com".to_owned();
+        });
+        assert!(other.message().contains("is not of ceph-csi"), "{other}");
+        let mut encrypted = attributes();
+        encrypted["encrypted"] = json!("true");
+        let kept = take(&facts(encrypted.clone())).unwrap().volume.spec.unwrap().csi.unwrap();
+        assert_eq!(kept.volume_attributes.unwrap()["encrypted"], "true");
+        encrypted["encryptionKMSID"] = json!("vault");
+        assert_eq!(take(&facts(encrypted)).unwrap_err().kind(), ErrorKind::Unsupported);
+    }
+}
