@@ -25,6 +25,7 @@ test  ceph-common             ceph, rbd: set up the test cluster
 test  ceph-mgr                the test cluster's statistics, for quotas
 test  ceph-mon                the test cluster's monitor
 test  ceph-osd                the test cluster's storage, in memory
+test  cryptsetup-bin          encrypted volumes
 test  e2fsprogs               file systems on test devices
 test  fio                     load generator
 test  golang-go               builds the Go programs of the tests

@@ -15,7 +15,7 @@ use cleat_csi_api::addons;
 use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
-use crate::driver::{Device, Driver};
+use crate::driver::Driver;
 use crate::node::{NodeService, not_mapped};
 use crate::{deadline, paths, status, volume_id};
 
@@ -109,7 +109,7 @@ async fn reclaim(
     deadline: Instant,
 ) -> Result<()> {
     let view = driver.mapped(id, deadline).await?.ok_or_else(|| not_mapped(id))?;
-    let device = Device::of(&view)?;
+    let device = driver.device(&view, deadline).await?;
     let mount = driver.host.mount_at(path).await?;
     if mount.is_none_or(|mount| mount.device != Some(device.number)) {
         let message = format!("volume {id} has no filesystem at {}", path.display());

@@ -10,7 +10,7 @@ use cleat_core::policy;
 use crate::host::CheckPolicy;
 
 /// The attributes that this driver reads, with their meaning. Errors list them.
-const KNOWN: [(&str, &str); 14] = [
+const KNOWN: [(&str, &str); 15] = [
     ("uri", "the URI of a static volume"),
     ("staticVolume", "\"true\" if the volume handle is the name of an RBD image"),
     ("clusterID", "the cluster, as in the file of clusters"),
@@ -25,6 +25,7 @@ const KNOWN: [(&str, &str); 14] = [
     ("connections", "the connections between the kernel and the worker"),
     ("blockSize", "the block size of the device in bytes"),
     ("fsck", "how filesystems are checked before a mount: preen, full, never"),
+    ("encrypted", "\"true\": the volume is encrypted with encryptionPassphrase of its secret"),
 ];
 
 /// Attributes for other programs: they are accepted and ignored.
@@ -63,6 +64,7 @@ pub(crate) struct Attributes {
     pub(crate) connections: u32,
     pub(crate) block_size: u32,
     pub(crate) check: CheckPolicy,
+    pub(crate) encrypted: bool,
     /// The generation of the grant with which the controller has published the volume; 0 without one.
     pub(crate) generation: u64,
 }
@@ -119,6 +121,17 @@ impl Attributes {
             "connections" => self.connections = parsed(key, value)?,
             "blockSize" => self.block_size = parsed(key, value)?,
             "fsck" => self.check = parsed(key, value)?,
+            "encrypted" => self.encrypted = flag(key, value)?,
+            "encryptionType" if value != "block" && !value.is_empty() => {
+                return Err(invalid(format!("the attribute {key} can only be \"block\"")));
+            }
+            "encryptionKMSID" if !value.is_empty() => {
+                let message = format!("the attribute {key} is not supported");
+                return Err(invalid(message).with_repair(
+                    "store the passphrase as encryptionPassphrase in the secret of the volume",
+                ));
+            }
+            "encryptionType" | "encryptionKMSID" => {}
             _ => {
                 return Ok(CREATION.contains(&key)
                     || FOREIGN_PREFIXES.iter().any(|prefix| key.starts_with(prefix)));

@@ -18,7 +18,7 @@ use tokio::time::Instant;
 use crate::busy::Busy;
 use crate::controller::Controller;
 use crate::grants::Grants;
-use crate::host::{Host, ThisHost, device_at};
+use crate::host::{Host, ThisHost, Unlocked, device_at};
 use crate::source::uri_of;
 use crate::volume_id::{PREFIX, mapping_name};
 
@@ -108,12 +108,17 @@ impl Driver {
         let mut mounts = Vec::new();
         if let Some(device) = view.device {
             for holder in self.executor.holders(device.index, deadline).await? {
-                let Holder::Mount { path, namespace_pid: None, .. } = holder else {
-                    let message = format!("volume {id} is in use: {holder:?}");
-                    return Err(Error::new(ErrorKind::InUse, message)
-                        .with_repair("end the pods of the volume on this node"));
-                };
-                mounts.push(path);
+                match holder {
+                    Holder::Mount { path, namespace_pid: None, .. } => mounts.push(path),
+                    // The device with the decrypted content, which the unmap removes.
+                    Holder::Device { mapper: Some(mapper), .. }
+                        if mapper.name == view.record.name => {}
+                    holder => {
+                        let message = format!("volume {id} is in use: {holder:?}");
+                        return Err(Error::new(ErrorKind::InUse, message)
+                            .with_repair("end the pods of the volume on this node"));
+                    }
+                }
             }
         }
         for path in mounts {
@@ -134,6 +139,14 @@ impl Driver {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
         }
+    }
+
+    /// Returns the device of a mapped volume that its users see.
+    pub(crate) async fn device(&self, view: &View, deadline: Instant) -> Result<Device> {
+        let mapped = Device::of(view)?;
+        let unlocked = self.host.unlocked(&view.record.name, deadline).await?;
+        let unlocked = unlocked.filter(|unlocked| unlocked.below == [mapped.number]);
+        Ok(unlocked.map_or(mapped, Device::from))
     }
 
     /// Returns whether no request of a volume can succeed any more: another client owns it, or its mapping
@@ -161,6 +174,7 @@ impl Driver {
 
     /// Unmaps a volume whose device has no users. A volume that is not mapped is success.
     pub(crate) async fn unmap(&self, id: &str, deadline: Instant) -> Result<()> {
+        self.host.lock(&mapping_name(id), false, deadline).await?;
         self.executor.unmap(&mapping_name(id), deadline).await.map(|_| ())
     }
 
@@ -182,7 +196,7 @@ impl Driver {
     }
 }
 
-/// The device of a mapped volume.
+/// The device of a volume: that of its mapping, or the one with the decrypted content.
 #[derive(Debug, Clone)]
 pub(crate) struct Device {
     pub(crate) node: PathBuf,
@@ -191,7 +205,17 @@ pub(crate) struct Device {
     pub(crate) size: u64,
 }
 
+impl From<Unlocked> for Device {
+    fn from(Unlocked { node, number, size, .. }: Unlocked) -> Self {
+        Self { node, number, size }
+    }
+}
+
 impl Device {
+    /// Returns the device of a mapping.
+    ///
+    /// # Errors
+    /// Returns `Unavailable` while it has none.
     pub(crate) fn of(view: &View) -> Result<Self> {
         let missing = || {
             let message = format!("{} has no device", view.record.name);

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use crate::paths;
 
-pub(crate) use cleat_filesystem::{CheckPolicy, Content, Kind, Usage};
+pub(crate) use cleat_filesystem::{CheckPolicy, Content, Kind, Unlocked, Usage};
 
 /// A mount of this mount namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -76,6 +76,28 @@ pub(crate) trait Host: Send + Sync {
 
     /// Returns what a device contains.
     async fn content(&self, device: &Path, deadline: Instant) -> Result<Content>;
+
+    /// Returns the device of the device mapper with this name; `None` if there is none.
+    async fn unlocked(&self, name: &str, deadline: Instant) -> Result<Option<Unlocked>>;
+
+    /// Makes an empty device encrypted.
+    async fn encrypt(&self, device: &Path, passphrase: &[u8], deadline: Instant) -> Result<()>;
+
+    /// Makes the content of an encrypted device visible as the device `name` of the device mapper.
+    async fn unlock(
+        &self,
+        device: &Path,
+        name: &str,
+        passphrase: &[u8],
+        read_only: bool,
+        deadline: Instant,
+    ) -> Result<()>;
+
+    /// Removes the device `name` of the device mapper. With `deferred`, one in use is removed when its last user ends.
+    async fn lock(&self, name: &str, deferred: bool, deadline: Instant) -> Result<()>;
+
+    /// Makes the device `name` of the device mapper as large as the device below it.
+    async fn grow_unlocked(&self, name: &str, deadline: Instant) -> Result<()>;
 
     /// Makes a filesystem on an empty device.
     async fn format(&self, device: &Path, kind: Kind, deadline: Instant) -> Result<()>;
@@ -181,6 +203,33 @@ impl Host for ThisHost {
 
     async fn content(&self, device: &Path, deadline: Instant) -> Result<Content> {
         filesystem::content(device, deadline).await
+    }
+
+    async fn unlocked(&self, name: &str, deadline: Instant) -> Result<Option<Unlocked>> {
+        filesystem::unlocked(name, deadline).await
+    }
+
+    async fn encrypt(&self, device: &Path, passphrase: &[u8], deadline: Instant) -> Result<()> {
+        filesystem::encrypt(device, passphrase, deadline).await
+    }
+
+    async fn unlock(
+        &self,
+        device: &Path,
+        name: &str,
+        passphrase: &[u8],
+        read_only: bool,
+        deadline: Instant,
+    ) -> Result<()> {
+        filesystem::unlock(device, name, passphrase, read_only, deadline).await
+    }
+
+    async fn lock(&self, name: &str, deferred: bool, deadline: Instant) -> Result<()> {
+        filesystem::lock(name, deferred, deadline).await
+    }
+
+    async fn grow_unlocked(&self, name: &str, deadline: Instant) -> Result<()> {
+        filesystem::grow_unlocked(name, deadline).await
     }
 
     async fn format(&self, device: &Path, kind: Kind, deadline: Instant) -> Result<()> {

@@ -1,7 +1,7 @@
 //! Starts a program, waits for its end, and decides what happens to it at the deadline.
 //!
-//! A program runs in a process group of its own, in the directory `/`, without input, and with an
-//! environment that consists of `PATH` and `LC_ALL=C`. A task of its own waits for each program, so that
+//! A program runs in a process group of its own, in the directory `/`, without input unless the caller gives it one,
+//! and with an environment that consists of `PATH`, `LC_ALL=C` and what the caller adds. A task of its own waits for each program, so that
 //! its end is noticed also after the caller has left.
 
 use std::ffi::OsString;
@@ -41,6 +41,10 @@ pub(crate) struct Call<'a> {
     subject: &'a Path,
     /// The device, if the program writes to it and must not be killed in the middle.
     written: Option<DeviceNumber>,
+    /// What the program reads as its input; nothing without it.
+    input: Option<OwnedFd>,
+    /// Variables of the environment beside `PATH` and `LC_ALL`.
+    environment: Vec<(&'static str, &'static str)>,
 }
 
 /// A program that has ended.
@@ -57,7 +61,8 @@ impl<'a> Call<'a> {
     /// Describes a call of `tool`. `subject` is the device or the mount point that it works on; it appears in
     /// messages and is not an argument.
     pub(crate) fn new(tool: Tool, subject: &'a Path) -> Self {
-        Self { tool, arguments: Vec::new(), subject, written: None }
+        let (arguments, environment) = (Vec::new(), Vec::new());
+        Self { tool, arguments, subject, written: None, input: None, environment }
     }
 
     pub(crate) fn arg(mut self, argument: impl Into<OsString>) -> Self {
@@ -77,6 +82,18 @@ impl<'a> Call<'a> {
     /// until it has ended, other calls for the device fail.
     pub(crate) fn writes(mut self, number: DeviceNumber) -> Self {
         self.written = Some(number);
+        self
+    }
+
+    /// Sets the input of the program. Without it, the input is empty.
+    pub(crate) fn input(mut self, input: OwnedFd) -> Self {
+        self.input = Some(input);
+        self
+    }
+
+    /// Sets a variable of the program's environment.
+    pub(crate) fn env(mut self, name: &'static str, value: &'static str) -> Self {
+        self.environment.push((name, value));
         self
     }
 
@@ -103,9 +120,10 @@ impl<'a> Call<'a> {
             .env_clear()
             .env("PATH", search_path())
             .env("LC_ALL", "C")
+            .envs(self.environment)
             .current_dir("/")
             .process_group(0)
-            .stdin(Stdio::null())
+            .stdin(self.input.map_or_else(Stdio::null, Stdio::from))
             .stdout(output.stdio().map_err(failed)?)
             .stderr(errors.stdio().map_err(failed)?);
         let child = make_ordinary(&mut command).spawn().map_err(failed)?;

@@ -15,6 +15,7 @@ use tokio::time::Instant;
 use crate::blkid::{Found, Signature, probe};
 use crate::blocking::bounded;
 use crate::path::check_device;
+use crate::unlocked::{Stored, stored};
 use crate::writers::refuse_if_written;
 use crate::zeroes::first_data;
 
@@ -44,7 +45,8 @@ pub enum Content {
 /// [`Content::Empty`] means that the low-level probe of blkid finds no file system, no RAID member, no
 /// encrypted volume and no partition table; that devices up to 64 MiB contain only zeroes; and that in
 /// larger devices the first and the last 4 MiB and at least 1024 samples of 32 KiB at even distances
-/// contain only zeroes. Nothing is proved of what lies between the samples.
+/// contain only zeroes. Nothing is proved of what lies between the samples. Of a device of dm-crypt, the zeroes are
+/// those of the device below it: what was never written is noise above.
 ///
 /// # Errors
 /// Returns `InvalidArgument` if `device` is not a block device, or has no bytes; `Aborted` while a format
@@ -62,8 +64,9 @@ pub async fn content(device: &Path, deadline: Instant) -> Result<Content> {
     }
     let last_attempt = deadline.min(Instant::now() + BUSY_TIMEOUT);
     let found = loop {
-        let path = device.to_owned();
-        match bounded("read", device, deadline, move || search(&path, deadline)).await {
+        let (path, stored) = (device.to_owned(), stored(number, deadline).await?);
+        let search = move || search(&path, stored, deadline);
+        match bounded("read", device, deadline, search).await {
             Err(error) if error.kind() == ErrorKind::InUse && Instant::now() < last_attempt => {
                 tokio::time::sleep(BUSY_DELAY).await;
             }
@@ -76,20 +79,30 @@ pub async fn content(device: &Path, deadline: Instant) -> Result<Content> {
     })
 }
 
-/// Returns the position of the first data in a device without a signature.
-fn search(device: &Path, deadline: Instant) -> Result<Option<u64>> {
+/// Returns the position of the first data in a device without a signature, or in the device where its content is stored.
+fn search(device: &Path, stored: Option<Stored>, deadline: Instant) -> Result<Option<u64>> {
+    let exclusive = open_exclusively(device)?;
+    let (device, below, start) = match &stored {
+        Some(Stored { device, start }) => {
+            let below = File::open(device).map_err(|error| {
+                Error::from_io(format!("cannot open {}", device.display()), error)
+            })?;
+            (&**device, Some(below), *start)
+        }
+        None => (device, None, 0),
+    };
+    let file = below.as_ref().unwrap_or(&exclusive);
     let name = device.display();
-    let file = open_exclusively(device)?;
     let unreadable = |error| {
         Error::from_io(format!("cannot read {name}, so its content is unknown"), error)
             .with_repair("check the storage of the volume, for example with cleat list, then retry")
     };
-    let size = device_size(&file).map_err(unreadable)?;
+    let size = device_size(file).map_err(unreadable)?;
     if size == 0 {
         let message = format!("{name} has 0 bytes: it is not connected to a volume");
         return Err(Error::new(ErrorKind::InvalidArgument, message));
     }
-    first_data(&file, size, deadline).map_err(unreadable)
+    first_data(file, start..size, deadline).map_err(unreadable)
 }
 
 /// Opens a device for reading, and keeps programs that would change it (mkfs, fsck, a mount) from opening it

@@ -26,6 +26,7 @@ pub(crate) const MKFS_XFS: Tool = Tool::new("mkfs.xfs", "xfsprogs", "xfsprogs");
 pub(crate) const XFS_REPAIR: Tool = Tool::new("xfs_repair", "xfsprogs", "xfsprogs");
 pub(crate) const XFS_GROWFS: Tool = Tool::new("xfs_growfs", "xfsprogs", "xfsprogs");
 pub(crate) const MKFS_BTRFS: Tool = Tool::new("mkfs.btrfs", "btrfs-progs", "btrfs-progs");
+pub(crate) const CRYPTSETUP: Tool = Tool::new("cryptsetup", "cryptsetup-bin", "cryptsetup");
 pub(crate) const BTRFS: Tool = Tool::new("btrfs", "btrfs-progs", "btrfs-progs");
 
 /// The directories that are searched for programs, and the `PATH` of each program. It does not depend on the
@@ -82,7 +83,7 @@ mod tests {
     fn all_programs_are_installed_here() {
         let all = [
             BLKID, MOUNT, UMOUNT, FSTRIM, MKFS_EXT4, E2FSCK, RESIZE2FS, MKFS_XFS, XFS_REPAIR,
-            XFS_GROWFS, MKFS_BTRFS, BTRFS,
+            XFS_GROWFS, MKFS_BTRFS, BTRFS, CRYPTSETUP,
         ];
         for tool in all {
             tool.find(Path::new("/")).unwrap();

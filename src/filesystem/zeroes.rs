@@ -39,19 +39,27 @@ const IN_ADVANCE: usize = 64;
 /// The length of a single read, in bytes.
 const READ: usize = 1 << 20;
 
-/// Returns the position of the first byte found that is not zero; `None` if all bytes that were read are
-/// zero. `size` is the size of the device in bytes. Blocks while the device does not answer, in reads that
+/// Returns the position of the first byte found in a part of the device that is not zero; `None` if all bytes that were
+/// read are zero. `part` is in bytes. Blocks while the device does not answer, in reads that
 /// end when the process is killed.
 ///
 /// # Errors
 /// Returns `TimedOut` after the deadline, and the errors of reads.
-pub(crate) fn first_data(device: &File, size: u64, deadline: Instant) -> io::Result<Option<u64>> {
+pub(crate) fn first_data(
+    device: &File,
+    part: Range<u64>,
+    deadline: Instant,
+) -> io::Result<Option<u64>> {
     // What other clients of the storage have written is not in this machine's cache. Failures of advice only
     // cost time, except for this one, and a block device accepts it.
     posix_fadvise(device, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?;
     let zeroes = vec![0; READ];
     let mut buffer = vec![0; READ];
-    for some in places(size).chunks(IN_ADVANCE) {
+    let mut places = places(part.end.saturating_sub(part.start));
+    for place in &mut places {
+        *place = part.start + place.start..part.start + place.end;
+    }
+    for some in places.chunks(IN_ADVANCE) {
         some.iter().for_each(|place| will_need(device, place));
         for place in some {
             let mut at = place.start;
@@ -60,10 +68,10 @@ pub(crate) fn first_data(device: &File, size: u64, deadline: Instant) -> io::Res
                     return Err(io::ErrorKind::TimedOut.into());
                 }
                 let length = usize::try_from(place.end - at).map_or(READ, |left| left.min(READ));
-                let part = &mut buffer[..length];
-                device.read_exact_at(part, at)?;
-                if part != &zeroes[..length] {
-                    let within = part.iter().position(|byte| *byte != 0).unwrap_or_default();
+                let read = &mut buffer[..length];
+                device.read_exact_at(read, at)?;
+                if read != &zeroes[..length] {
+                    let within = read.iter().position(|byte| *byte != 0).unwrap_or_default();
                     return Ok(Some(at + within as u64));
                 }
                 at += length as u64;
@@ -128,10 +136,10 @@ mod tests {
     fn a_single_byte_is_found_anywhere_in_a_small_device() {
         let file = tempfile::tempfile().unwrap();
         file.set_len(WHOLE_MAX).unwrap();
-        assert_eq!(first_data(&file, WHOLE_MAX, later()).unwrap(), None);
+        assert_eq!(first_data(&file, 0..WHOLE_MAX, later()).unwrap(), None);
         for at in [WHOLE_MAX - 1, 33 << 20 | 77, 1 << 20, 0] {
             file.write_all_at(&[1], at).unwrap();
-            assert_eq!(first_data(&file, WHOLE_MAX, later()).unwrap(), Some(at));
+            assert_eq!(first_data(&file, 0..WHOLE_MAX, later()).unwrap(), Some(at));
         }
     }
 
@@ -145,7 +153,7 @@ mod tests {
             let file = tempfile::tempfile().unwrap();
             file.set_len(size).unwrap();
             file.write_all_at(&[1], at).unwrap();
-            assert_eq!(first_data(&file, size, later()).unwrap(), Some(at), "{at}");
+            assert_eq!(first_data(&file, 0..size, later()).unwrap(), Some(at), "{at}");
         }
     }
 
@@ -153,9 +161,9 @@ mod tests {
     fn a_short_device_and_an_expired_deadline_are_errors() {
         let file = tempfile::tempfile().unwrap();
         file.set_len(4096).unwrap();
-        let short = first_data(&file, 8192, later()).unwrap_err();
+        let short = first_data(&file, 0..8192, later()).unwrap_err();
         assert_eq!(short.kind(), io::ErrorKind::UnexpectedEof);
-        let late = first_data(&file, 4096, Instant::now()).unwrap_err();
+        let late = first_data(&file, 0..4096, Instant::now()).unwrap_err();
         assert_eq!(late.kind(), io::ErrorKind::TimedOut);
     }
 

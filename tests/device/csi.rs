@@ -4,7 +4,9 @@ mod addons;
 mod client;
 mod content;
 mod controller;
+mod encryption;
 mod interrupted;
+mod nomad;
 pub(crate) mod sanity;
 mod secret;
 mod unit;
@@ -39,6 +41,10 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("csi_unstage_of_a_lost_volume_ends_by_force", lost_volume),
         trial("csi_expand_grows_device_and_filesystem", expand),
         trial("csi_never_formats_content", content::never_formats_content),
+        trial("csi_encrypted_volume_from_stage_to_unstage", encryption::from_stage_to_unstage),
+        trial("csi_only_empty_volumes_are_encrypted", encryption::only_empty_volumes_are_encrypted),
+        trial("csi_unstage_of_an_encrypted_volume_by_force", encryption::unstage_by_force),
+        trial("csi_calls_of_nomad", nomad::calls_of_nomad),
         trial("csi_registers_with_kubelet", registration),
         trial("csi_controller_from_create_to_delete", controller::from_create_to_delete),
         trial("csi_snapshots_of_a_volume_in_use", controller::snapshots_of_a_volume_in_use),

@@ -29,12 +29,13 @@ const CREATION: [(&str, &str); 10] = [
 ];
 
 /// The attributes that the node gets, with their meaning. `crate::attributes` reads them.
-const ATTRIBUTES: [(&str, &str); 5] = [
+const ATTRIBUTES: [(&str, &str); 6] = [
     ("directIO", "\"true\": a file volume bypasses the page cache"),
     ("quiesce", "\"true\": filesystems are frozen while a snapshot is made"),
     ("connections", "the connections between the kernel and the worker"),
     ("blockSize", "the block size of the device in bytes"),
     ("fsck", "how filesystems are checked before a mount: preen, full, never"),
+    ("encrypted", "\"true\": the volume is encrypted with encryptionPassphrase of its secret"),
 ];
 
 /// The attributes that can be changed while the volume is in use (VolumeAttributesClass), with their meaning.
@@ -51,8 +52,12 @@ const IGNORED: [&str; 4] = ["mounter", "mapOptions", "unmapOptions", "journalPoo
 const FOREIGN_PREFIXES: [&str; 2] = ["csi.storage.k8s.io/", "storage.kubernetes.io/"];
 
 /// Parameters of ceph-csi whose only accepted value is that of what this driver does.
-const FIXED: [(&str, &str); 3] =
-    [("imageFormat", "2"), ("encrypted", "false"), ("thickProvision", "false")];
+const FIXED: [(&str, &str); 4] = [
+    ("imageFormat", "2"),
+    ("thickProvision", "false"),
+    ("encryptionType", "block"),
+    ("encryptionKMSID", ""),
+];
 
 /// Where and how a volume is created.
 #[derive(Debug, Clone, PartialEq)]
@@ -65,6 +70,17 @@ pub(crate) struct Parameters {
     pub(crate) fixed: BTreeMap<String, String>,
     /// The parameters that can be changed.
     pub(crate) mutable: Mutable,
+}
+
+impl Parameters {
+    pub(crate) fn is_encrypted(&self) -> bool {
+        is_encrypted(&self.fixed)
+    }
+}
+
+/// Returns whether these parameters ask for an encrypted volume.
+pub(crate) fn is_encrypted(parameters: &BTreeMap<String, String>) -> bool {
+    parameters.get("encrypted").is_some_and(|value| value == "true")
 }
 
 /// Parameters that can be changed while the volume is in use.
@@ -308,7 +324,9 @@ mod tests {
             (&[("clusterID", "c9"), ("pool", "p")], "\"c9\" is not known"),
             (&[("directory", "none")], "there are: default, fast"),
             (&[("directory", "fast"), ("pool", "p")], "excludes pool"),
-            (&[("encrypted", "true")], "can only be \"false\""),
+            (&[("encrypted", "yes")], "encrypted"),
+            (&[("encryptionType", "file")], "can only be \"block\""),
+            (&[("encryptionKMSID", "vault")], "can only be \"\""),
             (&[("imageFormat", "1")], "can only be \"2\""),
             (&[("iops", "many")], "iops"),
             (&[("iops", "999999999999")], "requests per second"),
@@ -331,7 +349,7 @@ mod tests {
     fn every_attribute_is_one_that_the_node_reads() {
         for (key, _) in ATTRIBUTES.iter().chain(&MUTABLE) {
             let value = match *key {
-                "directIO" | "quiesce" => "true",
+                "directIO" | "quiesce" | "encrypted" => "true",
                 "onOutage" => "fail",
                 "fsck" => "never",
                 _ => "4096",

@@ -19,13 +19,16 @@ use csi::volume_content_source::{SnapshotSource, Type as SourceType, VolumeSourc
 use super::Controller;
 use super::labels::{Made, of_mutable};
 use super::names;
-use super::parameters::{Parameters, attributes};
+use super::parameters::{self, Parameters, attributes};
 use super::places::{Located, OpenPlace, Place, on};
 use super::refused::{Answer, Refused};
 use super::size::Range;
 use super::snapshot_id::SnapshotId;
 use crate::secrets::Secrets;
 use crate::volume_id::VolumeId;
+
+/// The minimum size of an encrypted volume in bytes: its header takes 16 MiB.
+const ENCRYPTED_MIN: u64 = 32 << 20;
 
 /// A checked CreateVolume request.
 pub(crate) struct NewVolume {
@@ -199,7 +202,8 @@ impl Controller {
             None => None,
             Some(origin) => Some(self.open_source(new, origin, stored, secrets)?),
         };
-        let size = new.range.size(source.as_ref().map_or(0, |source| source.size))?;
+        let least = if new.parameters.is_encrypted() { ENCRYPTED_MIN } else { 0 };
+        let size = new.range.size(source.as_ref().map_or(0, |source| source.size).max(least))?;
         let made = Made {
             name: new.name.clone(),
             size,
@@ -242,6 +246,17 @@ impl Controller {
             let message = format!("the source {origin} does not exist");
             Refused::from(Error::new(ErrorKind::NotFound, message))
         };
+        let made = open.find(&name)?.as_ref().and_then(Made::read);
+        let is_encrypted = new.parameters.is_encrypted();
+        if made.is_some_and(|made| parameters::is_encrypted(&made.parameters) != is_encrypted) {
+            let message = format!(
+                "{origin} is {}encrypted, and a volume that is made from it must be so, too",
+                if is_encrypted { "not " } else { "" }
+            );
+            return Err(Error::new(ErrorKind::InvalidArgument, message)
+                .with_repair(format!("use a StorageClass with encrypted: \"{}\"", !is_encrypted))
+                .into());
+        }
         match origin {
             Origin::Snapshot(id) => {
                 let info = match open.store().info(&name, Some(&id.snapshot)) {

@@ -8,7 +8,7 @@ use cleat_node::executor::NewSize;
 use tokio::time::Instant;
 
 use super::not_mapped;
-use crate::driver::{Device, Driver};
+use crate::driver::Driver;
 use crate::host::Kind;
 use crate::volume_id::mapping_name;
 
@@ -39,7 +39,7 @@ pub(crate) async fn expand(
     deadline: Instant,
 ) -> Result<i64> {
     let view = driver.mapped(id, deadline).await?.ok_or_else(|| not_mapped(id))?;
-    let device = Device::of(&view)?;
+    let device = driver.device(&view, deadline).await?;
     let mount =
         driver.host.mount_at(path).await?.filter(|mount| mount.device == Some(device.number));
     let node = driver.host.block_device(path, deadline).await?;
@@ -54,6 +54,9 @@ pub(crate) async fn expand(
     if size(&view) < wanted {
         let grow = NewSize { bytes: wanted, shrink: false };
         view = driver.executor.resize(&name, grow, deadline).await?;
+    }
+    if driver.host.unlocked(&name, deadline).await?.is_some() {
+        driver.host.grow_unlocked(&name, deadline).await?;
     }
     if let Some(mount) = mount.filter(|mount| !mount.read_only) {
         let kind: Kind = mount.filesystem.parse()?;

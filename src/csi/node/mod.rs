@@ -1,10 +1,12 @@
 //! The Node service: checks each request, makes its volume busy, and runs the call as a task of its own, so that
 //! a caller that disconnects does not leave a half-finished call.
 
+mod encryption;
 mod expand;
 pub(crate) mod key;
 mod publish;
 mod stage;
+mod staging;
 mod stats;
 
 use std::future::Future;

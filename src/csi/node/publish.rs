@@ -41,7 +41,8 @@ pub(crate) async fn publish(
     }
     stage::stage(driver, wanted, target.staging, deadline).await?;
     let missing = || super::not_mapped(&wanted.id);
-    let device = Device::of(&driver.mapped(&wanted.id, deadline).await?.ok_or_else(missing)?)?;
+    let view = driver.mapped(&wanted.id, deadline).await?.ok_or_else(missing)?;
+    let device = driver.device(&view, deadline).await?;
     check_other_targets(driver, wanted, &device, target, deadline).await?;
     if is_published(driver, wanted, &device, target, deadline).await? {
         return Ok(());

@@ -10,12 +10,14 @@ use cleat_node::executor::MapSpec;
 use cleat_node::mapping::View;
 use tokio::time::Instant;
 
-use super::{Wanted, key};
+use super::staging::{other_staging, remove_mount};
+use super::{Wanted, encryption, key};
 use crate::capability::Access;
 use crate::driver::{Device, Driver};
 use crate::grants::Permission;
 use crate::host::{Content, Kind, NewMount};
 use crate::source;
+use crate::volume_id::mapping_name;
 
 /// The filesystem of an empty volume whose caller names none.
 const DEFAULT_KIND: Kind = Kind::Ext4;
@@ -25,9 +27,6 @@ const PLAIN_PART: f64 = 0.6;
 
 /// How long a call waits until the storage has no claim on an unmapped volume.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// The timeout for removing a stale mount.
-const STALE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Stages a volume. A volume that is staged already as wanted is success.
 pub(crate) async fn stage(
@@ -45,10 +44,14 @@ pub(crate) async fn stage(
             return Err(error);
         }
     };
+    let mut device = Device::of(&view);
+    if wanted.attributes.encrypted {
+        device = Ok(encryption::unlocked(driver, wanted, &device?, staging, deadline).await?);
+    }
     match &wanted.capability.access {
         Access::Block => Ok(()),
         Access::Filesystem { kind, options, .. } => {
-            let device = Device::of(&view)?;
+            let device = device?;
             let read_only = wanted.capability.read_only;
             let filesystem = Wish { kind: *kind, options, read_only };
             stage_filesystem(driver, wanted, &device, &filesystem, staging, deadline).await
@@ -128,7 +131,10 @@ async fn stage_filesystem(
     if is_staged(driver, &wanted.id, device, wish, staging, deadline).await? {
         return Ok(());
     }
-    let kind = prepare(driver, wanted, device, wish, deadline).await?;
+    let kind = match other_staging(driver, device, staging).await? {
+        Some(other) => other.filesystem.parse()?,
+        None => prepare(driver, wanted, device, wish, deadline).await?,
+    };
     let mount = NewMount {
         device: &device.node,
         target: staging,
@@ -152,7 +158,6 @@ async fn is_staged(
     staging: &Path,
     deadline: Instant,
 ) -> Result<bool> {
-    let stale_deadline = deadline.min(Instant::now() + STALE_TIMEOUT);
     while let Some(mount) = driver.host.mount_at(staging).await? {
         let problem = if mount.device != Some(device.number) {
             "it is on another device"
@@ -176,9 +181,7 @@ async fn is_staged(
             return Ok(true);
         };
         tracing::warn!(volume = id, path = %staging.display(), "removing a stale staging mount: {problem}");
-        if driver.host.unmount(staging, stale_deadline).await.is_err() {
-            driver.host.detach(staging, deadline).await?;
-        }
+        remove_mount(driver, staging, deadline).await?;
     }
     Ok(false)
 }
@@ -230,7 +233,8 @@ async fn prepare(
         }
         Content::Other(what) => refused(
             format!("{what}, which is no filesystem; it is not formatted"),
-            "use volumeMode: Block, or erase the volume if its data is not needed: wipefs --all",
+            "use encrypted: \"true\" for crypto_LUKS, or volumeMode: Block, or erase the volume if its data is \
+             not needed: wipefs --all",
         ),
         Content::Unknown(what) => refused(
             format!("{what}, but no known filesystem; it is not formatted"),
@@ -280,12 +284,20 @@ async fn end_use(driver: &Driver, id: &str, staging: &Path, deadline: Instant) -
 
 async fn plain(driver: &Driver, id: &str, staging: &Path, deadline: Instant) -> Result<()> {
     driver.host.unmount(staging, deadline).await?;
+    if let Some(view) = driver.mapped(id, deadline).await?
+        && let Ok(device) = driver.device(&view, deadline).await
+        && let Some(other) = other_staging(driver, &device, staging).await?
+    {
+        tracing::info!(volume = id, "the volume stays mapped for {}", other.path.display());
+        return Ok(());
+    }
     driver.unmap(id, deadline).await
 }
 
 async fn by_force(driver: &Driver, id: &str, staging: &Path, deadline: Instant) -> Result<()> {
     let done = driver.unmap_by_force(id, deadline).await?;
     driver.host.detach(staging, deadline).await?;
+    driver.host.lock(&mapping_name(id), true, deadline).await?;
     tracing::warn!(volume = id, "{done}");
     Ok(())
 }

@@ -8,7 +8,7 @@ use csi::volume_usage::Unit;
 use tokio::time::Instant;
 
 use super::not_mapped;
-use crate::driver::{Device, Driver};
+use crate::driver::Driver;
 
 /// Returns the usage of the volume at `path`: bytes and inodes of a filesystem, or the size of a block volume.
 ///
@@ -21,7 +21,7 @@ pub(crate) async fn usage(
     deadline: Instant,
 ) -> Result<Vec<csi::VolumeUsage>> {
     let view = driver.mapped(id, deadline).await?.ok_or_else(|| not_mapped(id))?;
-    let device = Device::of(&view)?;
+    let device = driver.device(&view, deadline).await?;
     if driver.host.block_device(path, deadline).await? == Some(device.number) {
         let total = signed(device.size);
         return Ok(vec![csi::VolumeUsage {

@@ -229,3 +229,44 @@ async fn a_volume_is_made_from_a_volume() {
     refused(fixture.create(rbd).await, Code::InvalidArgument);
     fixture.delete(&source).await.unwrap();
 }
+
+#[tokio::test]
+async fn a_volume_is_encrypted_if_its_source_is() {
+    let fixture = Fixture::new();
+    let encrypted = || map(&[("encrypted", "true")]);
+    let request = csi::CreateVolumeRequest {
+        parameters: encrypted(),
+        capacity_range: range(1, 0),
+        ..new_volume("safe")
+    };
+    let safe = fixture.create(request.clone()).await.unwrap();
+    assert_eq!(safe.capacity_bytes, 32 << 20, "the header has to fit");
+    assert_eq!(safe.volume_context, encrypted());
+    assert_eq!(fixture.create(request).await.unwrap(), safe);
+    let small = csi::CreateVolumeRequest {
+        parameters: encrypted(),
+        capacity_range: range(1, 16 << 20),
+        ..new_volume("small")
+    };
+    refused(fixture.create(small).await, Code::OutOfRange);
+
+    let open = fixture.volume("open").await;
+    let snapshot = fixture.snapshot(&safe.volume_id, "s").await.unwrap().snapshot_id;
+    for (source, parameters) in [
+        (&safe.volume_id, BTreeMap::new()),
+        (&snapshot, map(&[("encrypted", "false")])),
+        (&open, encrypted()),
+    ] {
+        let range = range(0, 0);
+        let request =
+            csi::CreateVolumeRequest { parameters, capacity_range: range, ..from("c", source) };
+        let message = refused(fixture.create(request).await, Code::InvalidArgument);
+        assert!(message.contains("encrypted"), "{message}");
+    }
+    let request = csi::CreateVolumeRequest {
+        parameters: encrypted(),
+        capacity_range: range(0, 0),
+        ..from("c", &snapshot)
+    };
+    fixture.create(request).await.unwrap();
+}
