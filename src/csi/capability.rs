@@ -16,6 +16,8 @@ pub(crate) struct Capability {
     pub(crate) access: Access,
     /// Whether no node writes.
     pub(crate) read_only: bool,
+    /// Whether several nodes may write.
+    pub(crate) shared: bool,
     /// Whether only one target path of this node may have the volume.
     pub(crate) single_target: bool,
 }
@@ -51,6 +53,7 @@ impl Capability {
             Some(AccessType::Mount(mount)) => filesystem(mount)?,
         };
         let mode = Mode::try_from(mode.mode).unwrap_or(Mode::Unknown);
+        let shared = matches!(mode, Mode::MultiNodeSingleWriter | Mode::MultiNodeMultiWriter);
         let read_only = match mode {
             Mode::SingleNodeReaderOnly | Mode::MultiNodeReaderOnly => true,
             Mode::SingleNodeWriter | Mode::SingleNodeSingleWriter | Mode::SingleNodeMultiWriter => {
@@ -66,7 +69,8 @@ impl Capability {
             }
             Mode::Unknown => return Err(invalid("the capability has an unknown access mode")),
         };
-        Ok(Self { access, read_only, single_target: mode == Mode::SingleNodeSingleWriter })
+        let single_target = mode == Mode::SingleNodeSingleWriter;
+        Ok(Self { access, read_only, shared, single_target })
     }
 }
 
@@ -118,7 +122,9 @@ mod tests {
         assert!(single.single_target && !single.read_only);
         assert!(parse(Mode::MultiNodeReaderOnly, mount("")).unwrap().read_only);
         let block = Some(AccessType::Block(BlockVolume {}));
-        assert_eq!(parse(Mode::MultiNodeMultiWriter, block.clone()).unwrap().access, Access::Block);
+        let shared = parse(Mode::MultiNodeMultiWriter, block.clone()).unwrap();
+        assert!(shared.access == Access::Block && shared.shared && !shared.read_only);
+        assert!(!parse(Mode::SingleNodeMultiWriter, block.clone()).unwrap().shared);
         for (mode, access) in [
             (Mode::MultiNodeMultiWriter, mount("ext4")),
             (Mode::Unknown, block),

@@ -11,6 +11,7 @@ use cleat_node::executor::MapSpec;
 use serde::Deserialize;
 
 use crate::attributes::Attributes;
+use crate::capability::Capability;
 use crate::node::key::{self, NodeClient};
 use crate::secrets::Secrets;
 use crate::volume_id::{VolumeId, mapping_name};
@@ -79,9 +80,13 @@ pub(crate) fn map_spec(
     id: &str,
     attributes: &Attributes,
     client: Option<&NodeClient>,
-    read_only: bool,
+    capability: &Capability,
 ) -> Result<MapSpec> {
-    let uri = uri(config, node, id, attributes, client)?;
+    let mut uri = uri(config, node, id, attributes, client)?;
+    if capability.shared {
+        uri = shared(uri, id)?;
+    }
+    let read_only = capability.read_only;
     let spec = MapSpec {
         name: mapping_name(id),
         uri,
@@ -96,6 +101,22 @@ pub(crate) fn map_spec(
     };
     spec.check()?;
     Ok(spec)
+}
+
+/// Returns the URI with which several nodes write to an RBD image.
+///
+/// # Errors
+/// Returns `InvalidArgument` for a volume that several nodes cannot write.
+fn shared(uri: String, id: &str) -> Result<String> {
+    if !uri.starts_with("rbd:") {
+        let message =
+            format!("volume {id} is not an RBD image, so several nodes cannot write to it");
+        return Err(Error::new(ErrorKind::InvalidArgument, message)
+            .with_repair("use the access mode ReadWriteOnce"));
+    }
+    let has_mode = uri.contains("lock=shared");
+    let separator = if uri.contains('?') { '&' } else { '?' };
+    Ok(if has_mode { uri } else { format!("{uri}{separator}lock=shared") })
 }
 
 /// Returns whether a volume is an RBD image whose Ceph client the secrets of a call can name.
@@ -316,6 +337,19 @@ mod tests {
         assert!(uri.starts_with("rbd:pool/tenant/my-image?"), "{uri}");
         let no_pool = Attributes { pool: None, ..attributes };
         assert!(uri_of("my-image", &no_pool).unwrap_err().message().contains("pool"));
+    }
+
+    #[test]
+    fn only_images_are_written_by_several_nodes() {
+        for (uri, expected) in [
+            ("rbd:p/i", "rbd:p/i?lock=shared"),
+            ("rbd:p/i?id=a", "rbd:p/i?id=a&lock=shared"),
+            ("rbd:p/i?lock=shared", "rbd:p/i?lock=shared"),
+        ] {
+            assert_eq!(shared(uri.to_owned(), "v").unwrap(), expected);
+        }
+        let error = shared("file:/srv/a".to_owned(), "v").unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     }
 
     #[test]

@@ -14,5 +14,6 @@ mod csi_sanity;
 mod kernel;
 mod lifecycle;
 mod network_fence;
+mod shared_volume;
 mod volumes;
 mod worker;

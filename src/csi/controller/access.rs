@@ -57,11 +57,12 @@ pub(crate) fn check_capability(
         Err(Error::new(ErrorKind::InvalidArgument, message)
             .with_repair("use the access mode ReadWriteOnce or ReadWriteOncePod"))
     };
+    let is_local = place.is_some_and(Place::is_local);
     match mode {
-        Mode::MultiNodeSingleWriter | Mode::MultiNodeMultiWriter => {
-            refused("volumes of this driver cannot be written by several nodes")
+        _ if parsed.shared && is_local => {
+            refused("a file volume exists on one node, and others cannot write it")
         }
-        Mode::MultiNodeReaderOnly if place.is_some_and(Place::is_local) => {
+        Mode::MultiNodeReaderOnly if is_local => {
             refused("a file volume exists on one node, and others cannot read it")
         }
         _ => Ok(parsed),
@@ -194,6 +195,7 @@ impl Controller {
 mod tests {
     use super::*;
     use crate::controller::tests::{capability, controller};
+    use csi::volume_capability::{AccessType, BlockVolume};
 
     fn rbd() -> Place {
         let (cluster, pool) = ("c1".to_owned(), "p".to_owned());
@@ -208,11 +210,20 @@ mod tests {
             (&file, Mode::SingleNodeMultiWriter, true),
             (&file, Mode::MultiNodeReaderOnly, false),
             (&rbd(), Mode::MultiNodeReaderOnly, true),
-            (&rbd(), Mode::MultiNodeMultiWriter, false),
             (&rbd(), Mode::Unknown, false),
         ] {
             let checked = check_capability(Some(place), Some(capability(mode)));
             assert_eq!(checked.is_ok(), permitted, "{place} {mode:?}");
+        }
+        // Several nodes write only to block volumes of RBD.
+        for mode in [Mode::MultiNodeSingleWriter, Mode::MultiNodeMultiWriter] {
+            let block = || csi::VolumeCapability {
+                access_type: Some(AccessType::Block(BlockVolume {})),
+                ..capability(mode)
+            };
+            assert!(check_capability(Some(&rbd()), Some(capability(mode))).is_err());
+            assert!(check_capability(Some(&file), Some(block())).is_err());
+            assert!(check_capability(Some(&rbd()), Some(block())).unwrap().shared);
         }
     }
 

@@ -74,8 +74,8 @@ async fn forget_key(driver: &Driver, id: &str, deadline: Instant) {
 
 /// Maps the volume with its grant, as the client that the secrets name.
 async fn map(driver: &Driver, wanted: &Wanted, deadline: Instant) -> Result<View> {
-    let read_only = wanted.capability.read_only;
     let permission = match &driver.grants {
+        Some(_) if wanted.capability.shared => return Err(shared_with_grants(&wanted.id)),
         Some(grants) => grants.admit(&wanted.id, deadline).await?,
         None => without_grants(driver, wanted)?,
     };
@@ -87,11 +87,19 @@ async fn map(driver: &Driver, wanted: &Wanted, deadline: Instant) -> Result<View
         } else {
             None
         };
-        source::map_spec(&this.config, &this.node, id, attributes, client.as_ref(), read_only)
+        let capability = &volume.capability;
+        source::map_spec(&this.config, &this.node, id, attributes, client.as_ref(), capability)
     };
     let spec = bounded("find", Path::new(&wanted.id), deadline, find).await?;
     let spec = MapSpec { grant: permission.generation, ..spec };
     driver.map(&spec, deadline).await
+}
+
+fn shared_with_grants(id: &str) -> Error {
+    let message =
+        format!("volume {id} is to be written by several nodes, and csi.grants gives it to one");
+    Error::new(ErrorKind::Unsupported, message)
+        .with_repair("use the access mode ReadWriteOnce, or a cluster whose nodes use no grants")
 }
 
 /// Returns the permission of a node that does not use grants.

@@ -64,11 +64,7 @@ impl Daemon {
 
     /// Makes a call and returns the answer, or what the command prints about the error.
     pub(crate) fn try_call(&self, name: &str, request: &Value) -> Result<Value, String> {
-        let output = run(&self.endpoint(), &[name, "-"], &request.to_string());
-        if !output.status.success() {
-            return Err(String::from_utf8_lossy(&output.stderr).into_owned());
-        }
-        Ok(serde_json::from_slice(&output.stdout).expect("the answer is JSON"))
+        call(Path::new(&self.endpoint()), name, request)
     }
 }
 
@@ -77,6 +73,15 @@ impl Drop for Daemon {
         self.child.kill().expect("it runs");
         self.child.wait().expect("it ends");
     }
+}
+
+/// Calls the driver at a socket. Returns the answer, or what the command prints about the error.
+pub(crate) fn call(socket: &Path, name: &str, request: &Value) -> Result<Value, String> {
+    let output = run(socket.to_str().expect("UTF-8"), &[name, "-"], &request.to_string());
+    if !output.status.success() {
+        return Err(String::from_utf8_lossy(&output.stderr).into_owned());
+    }
+    Ok(serde_json::from_slice(&output.stdout).expect("the answer is JSON"))
 }
 
 fn run(endpoint: &str, arguments: &[&str], input: &str) -> Output {
