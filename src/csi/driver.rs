@@ -18,7 +18,7 @@ use tokio::time::Instant;
 use crate::busy::Busy;
 use crate::controller::Controller;
 use crate::grants::Grants;
-use crate::host::{Host, ThisHost, Unlocked, device_at};
+use crate::host::{Host, ThisHost, Unlocked};
 use crate::source::uri_of;
 use crate::volume_id::{PREFIX, mapping_name};
 
@@ -47,6 +47,12 @@ impl Driver {
         let (config, host) = (Arc::new(config), Arc::new(ThisHost));
         let (busy, grants, controller) = (Busy::default(), None, None);
         Self { config, node, executor, host, busy, grants, controller, limit }
+    }
+
+    /// Uses `host` for all operations on filesystems and mounts. For tests.
+    #[must_use]
+    pub fn with_host(self, host: Arc<dyn Host>) -> Self {
+        Self { host, ..self }
     }
 
     /// Requires grants for volumes that several nodes reach.
@@ -143,7 +149,7 @@ impl Driver {
 
     /// Returns the device of a mapped volume that its users see.
     pub(crate) async fn device(&self, view: &View, deadline: Instant) -> Result<Device> {
-        let mapped = Device::of(view)?;
+        let mapped = Device::of(&*self.host, view)?;
         let unlocked = self.host.unlocked(&view.record.name, deadline).await?;
         let unlocked = unlocked.filter(|unlocked| unlocked.below == [mapped.number]);
         Ok(unlocked.map_or(mapped, Device::from))
@@ -216,13 +222,13 @@ impl Device {
     ///
     /// # Errors
     /// Returns `Unavailable` while it has none.
-    pub(crate) fn of(view: &View) -> Result<Self> {
+    pub(crate) fn of(host: &dyn Host, view: &View) -> Result<Self> {
         let missing = || {
             let message = format!("{} has no device", view.record.name);
             Error::new(ErrorKind::Unavailable, message).with_repair("repeat the call")
         };
         let node = view.node().ok_or_else(missing)?;
-        let number = device_at(&node).ok_or_else(missing)?;
+        let number = host.device_number(&node).ok_or_else(missing)?;
         let size = view.device.map_or(0, |device| device.size);
         Ok(Self { node, number, size })
     }

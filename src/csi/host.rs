@@ -6,30 +6,33 @@ use std::time::Duration;
 
 use cleat_core::error::Result;
 use cleat_filesystem::{self as filesystem, FormatOptions, MountEntry, MountSpec, bounded};
-use cleat_sys::descriptor::{DeviceNumber, block_device};
+use cleat_node::executor::MapSpec;
+use cleat_sys::descriptor::block_device;
 use tokio::time::Instant;
 
 use crate::paths;
 
-pub(crate) use cleat_filesystem::{CheckPolicy, Content, Kind, Unlocked, Usage};
+pub use cleat_filesystem::{CheckPolicy, Content, Found, Kind, Unlocked, Usage};
+pub use cleat_sys::descriptor::DeviceNumber;
 
 /// A mount of this mount namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct MountInfo {
-    pub(crate) path: PathBuf,
+pub struct MountInfo {
+    /// The mount point, without symbolic links.
+    pub path: PathBuf,
     /// The block device; `None` for a filesystem without one.
-    pub(crate) device: Option<DeviceNumber>,
+    pub device: Option<DeviceNumber>,
     /// The type of the filesystem.
-    pub(crate) filesystem: String,
+    pub filesystem: String,
     /// Whether this mount refuses writes.
-    pub(crate) read_only: bool,
+    pub read_only: bool,
     /// Whether the filesystem itself refuses writes, also after an error.
-    pub(crate) super_read_only: bool,
+    pub super_read_only: bool,
 }
 
 /// Returns the block device whose node is at `path`; `None` for anything else. Does not open the device. Blocks as
 /// the filesystem does that has `path`; that of /dev does not.
-pub(crate) fn device_at(path: &Path) -> Option<DeviceNumber> {
+fn device_at(path: &Path) -> Option<DeviceNumber> {
     block_device(path).ok().flatten()
 }
 
@@ -53,9 +56,20 @@ impl MountInfo {
     }
 }
 
-/// Operations on this host. Every call ends at its deadline at the latest.
+/// Finds out how a volume is mapped.
+pub type Find = Box<dyn FnOnce() -> Result<MapSpec> + Send>;
+
+/// Operations on this host. Every call ends at its deadline at the latest. The errors are those of
+/// `cleat-filesystem`.
 #[tonic::async_trait]
-pub(crate) trait Host: Send + Sync {
+pub trait Host: Send + Sync {
+    /// Runs `find`, which reads files of this node and may block, and returns its result. `id` is the volume that it
+    /// finds.
+    async fn find(&self, id: &str, find: Find, deadline: Instant) -> Result<MapSpec>;
+
+    /// Returns the device number of a node in /dev; `None` if it is no block device. Does not block.
+    fn device_number(&self, node: &Path) -> Option<DeviceNumber>;
+
     /// Returns the topmost mount at `path`; `None` if nothing is mounted there.
     async fn mount_at(&self, path: &Path) -> Result<Option<MountInfo>>;
 
@@ -153,12 +167,17 @@ pub(crate) trait Host: Send + Sync {
 
 /// A mount to make.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct NewMount<'a> {
-    pub(crate) device: &'a Path,
-    pub(crate) target: &'a Path,
-    pub(crate) kind: Kind,
-    pub(crate) options: &'a [String],
-    pub(crate) read_only: bool,
+pub struct NewMount<'a> {
+    /// The node of the device.
+    pub device: &'a Path,
+    /// The mount point: an existing directory.
+    pub target: &'a Path,
+    /// The type of the filesystem.
+    pub kind: Kind,
+    /// The options, without `ro` and `rw`.
+    pub options: &'a [String],
+    /// Whether the filesystem is mounted read-only.
+    pub read_only: bool,
 }
 
 /// This machine.
@@ -170,6 +189,14 @@ const TABLE_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[tonic::async_trait]
 impl Host for ThisHost {
+    async fn find(&self, id: &str, find: Find, deadline: Instant) -> Result<MapSpec> {
+        bounded("find", Path::new(id), deadline, find).await
+    }
+
+    fn device_number(&self, node: &Path) -> Option<DeviceNumber> {
+        device_at(node)
+    }
+
     async fn mount_at(&self, path: &Path) -> Result<Option<MountInfo>> {
         let found = filesystem::find(path, Instant::now() + TABLE_TIMEOUT).await?;
         Ok(found.map(MountInfo::of))

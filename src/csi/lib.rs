@@ -27,7 +27,7 @@ mod driver;
 mod grants;
 mod group;
 mod health;
-mod host;
+pub mod host;
 mod identity;
 mod network_fence;
 mod node;

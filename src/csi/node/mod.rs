@@ -54,6 +54,13 @@ pub(crate) struct NodeService {
     pub(crate) driver: Driver,
 }
 
+impl Driver {
+    /// Returns the Node service, for calls without a socket.
+    pub fn node_service(&self) -> impl Node + use<> {
+        NodeService { driver: self.clone() }
+    }
+}
+
 impl NodeService {
     /// Runs `call` with its volume busy. Returns the error of the deadline if it does not end.
     pub(crate) async fn exclusive<T, F>(

@@ -5,7 +5,6 @@ use std::path::Path;
 use std::time::Duration;
 
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_filesystem::bounded;
 use cleat_node::executor::MapSpec;
 use cleat_node::mapping::View;
 use tokio::time::Instant;
@@ -44,7 +43,7 @@ pub(crate) async fn stage(
             return Err(error);
         }
     };
-    let mut device = Device::of(&view);
+    let mut device = Device::of(&*driver.host, &view);
     if wanted.attributes.encrypted {
         device = Ok(encryption::unlocked(driver, wanted, &device?, staging, deadline).await?);
     }
@@ -90,7 +89,7 @@ async fn map(driver: &Driver, wanted: &Wanted, deadline: Instant) -> Result<View
         let capability = &volume.capability;
         source::map_spec(&this.config, &this.node, id, attributes, client.as_ref(), capability)
     };
-    let spec = bounded("find", Path::new(&wanted.id), deadline, find).await?;
+    let spec = driver.host.find(&wanted.id, Box::new(find), deadline).await?;
     let spec = MapSpec { grant: permission.generation, ..spec };
     driver.map(&spec, deadline).await
 }
