@@ -14,6 +14,7 @@
 mod checks;
 mod clock;
 mod connections;
+mod csi;
 mod disks;
 mod handover;
 mod lives;

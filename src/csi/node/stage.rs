@@ -9,7 +9,7 @@ use cleat_node::executor::MapSpec;
 use cleat_node::mapping::View;
 use tokio::time::Instant;
 
-use super::staging::{other_staging, remove_mount};
+use super::staging::{is_mounted_twice, other_staging, remove_mount};
 use super::{Wanted, encryption, key};
 use crate::capability::Access;
 use crate::driver::{Device, Driver};
@@ -135,36 +135,44 @@ async fn stage_filesystem(
     deadline: Instant,
 ) -> Result<()> {
     driver.host.make_directory(staging, deadline).await?;
-    if is_staged(driver, &wanted.id, device, wish, staging, deadline).await? {
-        return Ok(());
+    let mut staged = staged_kind(driver, &wanted.id, device, wish, staging, deadline).await?;
+    if staged.is_none() {
+        let kind = match other_staging(driver, device, staging).await? {
+            Some(other) => other.filesystem.parse()?,
+            None => prepare(driver, wanted, device, wish, deadline).await?,
+        };
+        let mount = NewMount {
+            device: &device.node,
+            target: staging,
+            kind,
+            options: wish.options,
+            read_only: wish.read_only,
+        };
+        driver.host.mount(mount, deadline).await?;
+        // A mount of an earlier daemon may have ended meanwhile.
+        staged = staged_kind(driver, &wanted.id, device, wish, staging, deadline).await?;
     }
-    let kind = match other_staging(driver, device, staging).await? {
-        Some(other) => other.filesystem.parse()?,
-        None => prepare(driver, wanted, device, wish, deadline).await?,
-    };
-    let mount = NewMount {
-        device: &device.node,
-        target: staging,
-        kind,
-        options: wish.options,
-        read_only: wish.read_only,
-    };
-    driver.host.mount(mount, deadline).await?;
+    let kind = staged.ok_or_else(|| {
+        let message = format!("volume {} did not stay mounted at {}", wanted.id, staging.display());
+        Error::new(ErrorKind::Aborted, message).with_repair("repeat the call")
+    })?;
+    // Also if the volume was staged already: the call that mounted it may have been killed before this.
     if !wish.read_only {
         driver.host.grow(&device.node, staging, kind, deadline).await?;
     }
     Ok(())
 }
 
-/// Returns whether the filesystem is mounted at the staging path as wanted. Removes every other mount there.
-async fn is_staged(
+/// Returns the type of the filesystem that is mounted at the staging path once and as wanted. Removes all other
+/// mounts there.
+async fn staged_kind(
     driver: &Driver,
     id: &str,
     device: &Device,
     wish: &Wish<'_>,
     staging: &Path,
     deadline: Instant,
-) -> Result<bool> {
+) -> Result<Option<Kind>> {
     while let Some(mount) = driver.host.mount_at(staging).await? {
         let problem = if mount.device != Some(device.number) {
             "it is on another device"
@@ -184,13 +192,15 @@ async fn is_staged(
             return Err(
                 Error::new(ErrorKind::AlreadyExists, message).with_repair("unstage it first")
             );
+        } else if is_mounted_twice(driver, &mount).await? {
+            "it is mounted twice"
         } else {
-            return Ok(true);
+            return mount.filesystem.parse().map(Some);
         };
         tracing::warn!(volume = id, path = %staging.display(), "removing a stale staging mount: {problem}");
         remove_mount(driver, staging, deadline).await?;
     }
-    Ok(false)
+    Ok(None)
 }
 
 /// Makes sure that the device has the wanted filesystem, and that it is sound. Formats an empty device.

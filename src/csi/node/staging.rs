@@ -36,6 +36,13 @@ pub(super) async fn remove_mount(driver: &Driver, staging: &Path, deadline: Inst
     Ok(())
 }
 
+/// Returns whether another mount of the same device is at the same path, below this one.
+pub(super) async fn is_mounted_twice(driver: &Driver, mount: &MountInfo) -> Result<bool> {
+    let mounts = driver.host.mounts().await?;
+    let is_same = |other: &&MountInfo| other.path == mount.path && other.device == mount.device;
+    Ok(mounts.iter().filter(is_same).count() > 1)
+}
+
 /// Returns the mount of the volume at another staging path. Nomad has one for each way of use, all in one directory and
 /// with [`NOMAD`] in their names; kubelet has only one.
 pub(super) async fn other_staging(
