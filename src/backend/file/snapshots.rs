@@ -143,8 +143,13 @@ impl FileStore {
         }
     }
 
-    /// Removes what is left of the snapshots of a volume that was removed.
-    pub(super) fn clear_snapshots(&self, name: &str) {
+    /// Removes what is left of a volume that does not exist: a clone and snapshots that are not complete.
+    pub(super) fn clear_leftovers(&self, name: &str) {
+        let unfinished = self.directory.hidden("new").join(name);
+        if unfinished.exists() {
+            // Dropping it removes the file. Fails while another call makes the clone.
+            drop(Unfinished::open(unfinished));
+        }
         let directory = self.directory.snapshots(name);
         let Ok(entries) = fs::read_dir(&directory) else { return };
         for entry in entries.flatten() {

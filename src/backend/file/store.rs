@@ -167,6 +167,8 @@ impl Store for FileStore {
         let spec = self.spec(name, None)?;
         let path = spec.path.display().to_string();
         let Some(file) = self.file(&spec)? else {
+            // A call that was killed may have left more than the file.
+            self.clear_leftovers(name);
             return Ok(Removed { changed: false, trash: None });
         };
         if how != Removal::Now {
@@ -189,7 +191,7 @@ impl Store for FileStore {
             ));
         }
         fs::remove_file(&spec.path).and_then(|()| sync_directory(&spec.path)).map_err(failed)?;
-        self.clear_snapshots(name);
+        self.clear_leftovers(name);
         Ok(Removed { changed: true, trash: None })
     }
 

@@ -1,6 +1,8 @@
 //! Tests of each call with file volumes in a temporary directory. This node is `n1`.
 
+mod killed;
 mod snapshots;
+mod stepped;
 mod volumes;
 
 use std::collections::BTreeMap;
