@@ -115,10 +115,11 @@ pub(crate) struct ControllerService(pub(crate) Controller);
 
 impl ControllerService {
     /// Checks that this process decides which node may use a volume. With grants, only the controller of Kubernetes
-    /// knows all nodes.
+    /// knows all nodes. The calls are announced all the same: csi-provisioner then deletes no volume that is attached,
+    /// and csi-attacher does not take every volume for attached.
     fn check_publish(&self) -> Result<(), Status> {
         if self.0.config.grants {
-            return Err(Status::unimplemented(
+            return Err(Status::failed_precondition(
                 "volumes are attached by cleat controller (csi.grants): call it there (--csi-socket)",
             ));
         }
@@ -304,13 +305,10 @@ impl Service for ControllerService {
         &self,
         _: Request<csi::ControllerGetCapabilitiesRequest>,
     ) -> Result<Response<csi::ControllerGetCapabilitiesResponse>, Status> {
-        let has_publish = !self.0.config.grants;
-        let rpcs = RPCS.into_iter();
-        let rpcs = rpcs.filter(|rpc| has_publish || *rpc != Rpc::PublishUnpublishVolume);
-        let announced = rpcs.map(|rpc| csi::ControllerServiceCapability {
+        let announced = RPCS.map(|rpc| csi::ControllerServiceCapability {
             r#type: Some(capability::Type::Rpc(capability::Rpc { r#type: rpc.into() })),
         });
-        let capabilities = announced.collect();
+        let capabilities = announced.into();
         Ok(Response::new(csi::ControllerGetCapabilitiesResponse { capabilities }))
     }
 
