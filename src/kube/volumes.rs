@@ -215,8 +215,16 @@ impl<'a> ObservedVolume<'a> {
         Ok(object)
     }
 
+    /// Reads the record at the storage. A volume that does not exist any more has no claims; if it is requested, that is
+    /// an error.
     async fn read_record(&self) -> Result<Record> {
-        self.at_storage(|storage, deadline| storage.record(deadline)).await
+        match self.at_storage(|storage, deadline| storage.record(deadline)).await {
+            Err(error) if error.kind() == ErrorKind::NotFound && self.requests.is_empty() => {
+                tracing::warn!(grant = self.name, "no claims: {}", api::message(&error));
+                Ok(Record::default())
+            }
+            other => other,
+        }
     }
 
     /// Runs a call of the storage, which blocks, on a thread of its own.

@@ -124,6 +124,29 @@ fn row_13_an_image_of_a_lost_node_is_fenced_at_the_cluster_before_it_moves() {
 }
 
 #[test]
+fn row_31_an_image_that_was_deleted_is_detached() {
+    run(async |world: World| {
+        let handle = &tokio::task::spawn_blocking(|| create("deleted")).await.unwrap();
+        let controller = world.controller();
+        let (a, b) = (world.node("a").await, world.node("b").await);
+        let volume = world.volume("v", handle).await;
+        let attachment = world.attach(&volume, &a).await;
+        let generation = world.attached(&attachment).await;
+        shared().rbd(&["rm", &format!("{POOL}/deleted")]).unwrap();
+        // Also the request of another node, which cannot be granted.
+        let second = world.attach(&volume, &b).await;
+        world.released(handle, &a, generation).await;
+        world.detach(&attachment).await;
+        world.revoked(handle, &a).await;
+        world.attach_error(&second, "No such file or directory").await;
+        world.detach(&second).await;
+        world.gone(&second).await;
+        world.gone(&attachment).await;
+        controller.stop().await;
+    });
+}
+
+#[test]
 fn an_image_is_granted_to_one_writer_only() {
     run(async |world: World| {
         let controller = world.controller();
