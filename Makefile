@@ -69,7 +69,7 @@ tests: deps-test ## Build all tests
 vm-image: deps-test ## Build the image of the virtual machines
 	tests/vm/build-image.sh
 
-control-plane: deps-test ## Build etcd and kube-apiserver for the tests
+control-plane: deps-test ## Build Kubernetes' control plane and the sidecars of CSI for the tests
 	scripts/control-plane.sh
 
 crates: deps-test ## Unit tests of the crates, rules of the code, fuzz targets on their corpora, CSI's messages
@@ -88,7 +88,7 @@ system: deps-test ## Command line, workers, supervisor on a simulated kernel, a 
 simulation: deps-test ## The supervisor with everything else simulated
 	$(CARGO_TEST) --test simulation
 
-kube: deps-test ## The controller on a real etcd and kube-apiserver
+kube: deps-test ## The controller on a real control plane, with the sidecars of CSI
 	$(CARGO_TEST) --test kube
 
 ffi: deps-test ## The crates around Ceph's libraries, on a cluster, also under valgrind

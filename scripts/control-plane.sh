@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds etcd and kube-apiserver for the tests once, and prints the directory that has the executables. Their
-# modules are pinned in tests/kube/control-plane; scripts/go-tool.sh describes the cache.
+# Builds etcd, the programs of Kubernetes' control plane, and the sidecars of CSI for the tests once, and prints the
+# directory that has the executables. Their modules are pinned in tests/kube/control-plane; scripts/go-tool.sh
+# describes the cache.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -8,5 +9,13 @@ cd "$(dirname "$0")/.."
 module=tests/kube/control-plane
 # The version that Kubernetes' programs report is the one that go.mod requires.
 version=$(awk '$1 == "k8s.io/kubernetes" { print $2 }' "$module/go.mod")
+kubernetes=k8s.io/kubernetes/cmd
+csi=github.com/kubernetes-csi
 exec scripts/go-tool.sh "$module" "-ldflags=-s -w -X k8s.io/component-base/version.gitVersion=$version" \
-    go.etcd.io/etcd/server/v3 k8s.io/kubernetes/cmd/kube-apiserver
+    go.etcd.io/etcd/server/v3 \
+    $kubernetes/kube-apiserver $kubernetes/kube-controller-manager $kubernetes/kube-scheduler \
+    $csi/external-attacher/v4/cmd/csi-attacher \
+    $csi/external-provisioner/v6/cmd/csi-provisioner \
+    $csi/external-resizer/v2/cmd/csi-resizer \
+    $csi/external-snapshotter/v8/cmd/csi-snapshotter \
+    $csi/external-snapshotter/v8/cmd/snapshot-controller

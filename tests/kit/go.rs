@@ -15,14 +15,32 @@ pub fn build(directory: &str, arguments: &[&str]) -> PathBuf {
     run(Command::new("scripts/go-tool.sh").arg(directory).args(arguments))
 }
 
-/// Builds etcd and kube-apiserver as [`build`] does, and returns the directory that has the executables. The make
-/// target `control-plane` builds the same ones.
+/// Builds the programs of Kubernetes' control plane and the sidecars of CSI as [`build`] does, and returns the directory
+/// that has the executables. The make target `control-plane` builds the same ones.
 ///
 /// # Panics
 ///
 /// As [`build`].
 pub fn control_plane() -> PathBuf {
     run(&mut Command::new("scripts/control-plane.sh"))
+}
+
+/// Returns the directory with the files of `module`, which the module in `directory` requires. `directory` is relative to
+/// the project's root.
+///
+/// # Panics
+///
+/// Panics if Go is missing or cannot download the module.
+pub fn module(directory: &str, module: &str) -> PathBuf {
+    let mut command = Command::new("go");
+    command.args(["mod", "download", "-json", module]).env("GOWORK", "off");
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+    let output = command.current_dir(PathBuf::from(root).join(directory)).output();
+    let output = output.expect("go is installed (scripts/install-deps.sh test)");
+    let text = String::from_utf8(output.stdout).expect("UTF-8");
+    let dir = text.lines().find_map(|line| line.trim().strip_prefix("\"Dir\": \""));
+    let dir = dir.and_then(|dir| dir.split('"').next());
+    PathBuf::from(dir.unwrap_or_else(|| panic!("go mod download {module}: {text}")))
 }
 
 /// Runs a script that prints the directory of what it has built.

@@ -33,21 +33,21 @@ const LONG: Duration = Duration::from_secs(30);
 const SHORT: Duration = Duration::from_secs(2);
 
 /// A controller with a CSI socket, and its caller.
-struct Attacher<'a> {
-    world: &'a World,
+pub(crate) struct Attacher<'a> {
+    pub(crate) world: &'a World,
     directory: tempfile::TempDir,
 }
 
 impl<'a> Attacher<'a> {
-    fn new(world: &'a World) -> Self {
+    pub(crate) fn new(world: &'a World) -> Self {
         Self { world, directory: tempfile::tempdir().unwrap() }
     }
 
-    fn socket(&self) -> PathBuf {
+    pub(crate) fn socket(&self) -> PathBuf {
         self.directory.path().join("csi.sock")
     }
 
-    fn controller(&self) -> Controller {
+    pub(crate) fn controller(&self) -> Controller {
         let socket = AttachSocket { path: self.socket(), driver: self.world.driver.clone() };
         let calls = Some(Arc::new(socket) as Arc<dyn CallServer>);
         self.world.controller_of(Config { calls, ..self.world.config(NAMESPACE) })

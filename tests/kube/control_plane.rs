@@ -33,14 +33,25 @@ pub(crate) struct ControlPlane {
     programs: PathBuf,
     etcd_port: u16,
     url: String,
-    _processes: [Child; 2],
+    processes: Vec<Child>,
 }
 
 impl ControlPlane {
     /// Returns the control plane, which the first caller starts.
     pub(crate) fn get() -> &'static Self {
         static SHARED: OnceLock<ControlPlane> = OnceLock::new();
-        SHARED.get_or_init(Self::start)
+        SHARED.get_or_init(|| Self::start("control-plane"))
+    }
+
+    /// Returns a second control plane, on whose objects kube-controller-manager and kube-scheduler work. The first
+    /// caller starts it.
+    pub(crate) fn managed() -> &'static Self {
+        static SHARED: OnceLock<ControlPlane> = OnceLock::new();
+        SHARED.get_or_init(|| {
+            let mut plane = Self::start("managed");
+            plane.processes.extend(plane.start_managers());
+            plane
+        })
     }
 
     pub(crate) fn kubeconfig(&self) -> PathBuf {
@@ -68,12 +79,12 @@ impl ControlPlane {
         log.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
     }
 
-    fn start() -> Self {
+    fn start(name: &str) -> Self {
         let programs = test_kit::go::control_plane();
         let started = Instant::now();
         let directory =
             std::env::var_os("CLEAT_TEST_SHM").map_or_else(std::env::temp_dir, PathBuf::from);
-        let directory = directory.join("control-plane");
+        let directory = directory.join(name);
         fs::create_dir_all(&directory).unwrap();
         let [client, peer, api] = free_ports();
         let etcd = start_etcd(&programs.join("server"), &directory, client, peer);
@@ -82,12 +93,51 @@ impl ControlPlane {
         fs::write(directory.join("tokens.csv"), token).unwrap();
         let server = start_api_server(&programs.join("kube-apiserver"), &directory, client, api);
         let url = format!("https://127.0.0.1:{api}");
-        let _processes = [etcd, server];
-        let plane = Self { directory, programs, etcd_port: client, url, _processes };
+        let processes = vec![etcd, server];
+        let plane = Self { directory, programs, etcd_port: client, url, processes };
         write_kubeconfig(&plane.directory, &plane.directory.join("ca.crt"), &plane.url, TOKEN);
         plane.wait_until_ready();
-        println!("figures: control plane ready in {:.1} s", started.elapsed().as_secs_f64());
+        println!("figures: {name} ready in {:.1} s", started.elapsed().as_secs_f64());
         plane
+    }
+
+    fn start_managers(&self) -> [Child; 2] {
+        let kubeconfig = format!("--kubeconfig={}", self.kubeconfig().display());
+        let controllers = [
+            "node-lifecycle-controller",
+            "persistentvolume-attach-detach-controller",
+            "persistentvolume-binder-controller",
+            "persistentvolume-expander-controller",
+            "persistentvolume-protection-controller",
+            "persistentvolumeclaim-protection-controller",
+            "pod-garbage-collector-controller",
+            "taint-eviction-controller",
+            "volumeattributesclass-protection-controller",
+        ];
+        let common =
+            [kubeconfig, "--leader-elect=false".to_owned(), "--kube-api-qps=500".to_owned()];
+        let manager = [
+            format!("--controllers={}", controllers.join(",")),
+            "--kube-api-burst=1000".to_owned(),
+            "--secure-port=0".to_owned(),
+            "--pvclaimbinder-sync-period=1s".to_owned(),
+            // Default: one minute.
+            "--attach-detach-reconcile-sync-period=5s".to_owned(),
+            // Nodes have no kubelet that sends heartbeats.
+            "--node-monitor-grace-period=24h".to_owned(),
+            "--node-startup-grace-period=24h".to_owned(),
+        ];
+        let manager = [&common[..], &manager].concat();
+        let scheduler = ["--secure-port=0".to_owned()];
+        let scheduler = [&common[..], &scheduler].concat();
+        [("kube-controller-manager", manager), ("kube-scheduler", scheduler)].map(
+            |(name, arguments)| start(&self.programs.join(name), &self.directory, name, &arguments),
+        )
+    }
+
+    /// Returns the directory of the logs.
+    pub(crate) fn directory(&self) -> &Path {
+        &self.directory
     }
 
     fn wait_until_ready(&self) {
@@ -401,7 +451,8 @@ pub(crate) fn free_ports<const N: usize>() -> [u16; N] {
     listeners.map(|listener| listener.local_addr().unwrap().port())
 }
 
-fn tail(log: &Path) -> String {
+/// Returns the last lines of a log.
+pub(crate) fn tail(log: &Path) -> String {
     let text = fs::read_to_string(log).unwrap_or_default();
     let lines: Vec<&str> = text.lines().collect();
     lines[lines.len().saturating_sub(20)..].join("\n")

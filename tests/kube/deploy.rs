@@ -3,11 +3,9 @@
 use std::path::Path;
 
 use cleat_node::config::{Config, Listen};
-use kube::Client;
-use kube::api::{Api, DynamicObject, Patch, PatchParams, ValidationDirective};
-use kube::core::{ApiResource, GroupVersionKind, TypeMeta};
 use serde_json::{Value, json};
 
+use crate::cluster::objects::apply;
 use crate::fixture::{World, run};
 
 const BASE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/base");
@@ -28,14 +26,14 @@ const CLUSTER_KINDS: [&str; 8] = [
 const POD_KINDS: [&str; 2] = ["DaemonSet", "Deployment"];
 
 /// Returns the YAML documents of a file.
-fn documents(path: &Path) -> Vec<Value> {
+pub(crate) fn documents(path: &Path) -> Vec<Value> {
     let text = std::fs::read_to_string(path).unwrap();
     serde_saphyr::from_multiple(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
 /// Returns the objects of `deploy/base` as `kubectl kustomize` prints them: its kustomization has resources and
 /// a generated ConfigMap.
-fn objects() -> Vec<Value> {
+pub(crate) fn objects() -> Vec<Value> {
     let base = Path::new(BASE);
     let [kustomization] = &documents(&base.join("kustomization.yaml"))[..] else {
         panic!("one kustomization");
@@ -64,22 +62,6 @@ fn objects() -> Vec<Value> {
         assert_eq!(object["metadata"]["namespace"].is_null(), is_of_cluster, "{object}");
     }
     objects
-}
-
-/// Applies an object as `kubectl apply --server-side --validate=strict` does.
-async fn apply(client: &Client, object: &Value) -> Result<DynamicObject, kube::Error> {
-    let object: DynamicObject = serde_json::from_value(object.clone()).unwrap();
-    let TypeMeta { api_version, kind } = object.types.clone().unwrap();
-    let (group, version) = api_version.split_once('/').unwrap_or(("", &api_version));
-    let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(group, version, &kind));
-    let api: Api<DynamicObject> = match &object.metadata.namespace {
-        Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
-        None => Api::all_with(client.clone(), &resource),
-    };
-    let name = object.metadata.name.clone().unwrap();
-    let mut parameters = PatchParams::apply("test").force();
-    parameters.field_validation = Some(ValidationDirective::Strict);
-    api.patch(&name, &parameters, &Patch::Apply(&object)).await
 }
 
 #[test]

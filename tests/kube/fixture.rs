@@ -34,7 +34,11 @@ pub(crate) fn finalizer(driver: &str) -> String {
 
 /// Runs a test on a runtime of its own.
 pub(crate) fn run(test: impl AsyncFnOnce(World)) {
-    let plane = ControlPlane::get();
+    run_on(ControlPlane::get(), test);
+}
+
+/// As [`run`], on one of the control planes.
+pub(crate) fn run_on(plane: &'static ControlPlane, test: impl AsyncFnOnce(World)) {
     let name = std::thread::current().name().unwrap_or("test").to_owned();
     // Names of drivers have at most 63 characters and no `_`.
     let name = name.rsplit("::").next().unwrap_or_default().replace('_', "-");
@@ -46,12 +50,13 @@ pub(crate) fn run(test: impl AsyncFnOnce(World)) {
         let name = name[..name.len().min(45)].trim_end_matches('-');
         let driver = format!("{name}-{number}.test");
         let storage = Arc::new(TestStorage::default());
-        test(World { client, driver, storage }).await;
+        test(World { plane, client, driver, storage }).await;
     });
 }
 
 /// A test's part of the cluster.
 pub(crate) struct World {
+    pub(crate) plane: &'static ControlPlane,
     pub(crate) client: Client,
     pub(crate) driver: String,
     pub(crate) storage: Arc<TestStorage>,
@@ -99,7 +104,7 @@ impl World {
     /// the same time.
     pub(crate) fn config(&self, namespace: &str) -> Config {
         Config {
-            kubeconfig: Some(ControlPlane::get().controller_kubeconfig()),
+            kubeconfig: Some(self.plane.controller_kubeconfig()),
             driver: self.driver.clone(),
             namespace: Some(namespace.to_owned()),
             identity: format!("{}-{namespace}", self.driver),

@@ -7,7 +7,6 @@ use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
 use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 
-use crate::control_plane::ControlPlane;
 use crate::fixture::{World, eventually, run};
 
 /// Runs `kubectl cleat` with the output format JSON.
@@ -17,7 +16,7 @@ async fn cleat(world: &World, arguments: &[&str]) -> (Output, Value) {
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_cleat"), &program).unwrap();
     let mut command = Command::new(program);
     command.args(arguments).args(["-o", "json", "--driver", &world.driver, "--kubeconfig"]);
-    command.arg(ControlPlane::get().kubeconfig());
+    command.arg(world.plane.kubeconfig());
     let output = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
     let answer = serde_json::from_slice(&output.stdout).unwrap_or(Value::Null);
     (output, answer)

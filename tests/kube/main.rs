@@ -15,6 +15,7 @@
 mod agent;
 mod attach;
 mod calls;
+mod cluster;
 mod control_plane;
 mod controller_rights;
 mod definition;

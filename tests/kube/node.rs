@@ -19,7 +19,6 @@ use tokio::net::UnixStream;
 use tonic::Status;
 use tonic::transport::{Channel, Endpoint};
 
-use crate::control_plane::ControlPlane;
 use crate::fixture::{World, eventually};
 
 /// A node. Its supervisor can end and start again; what it has mapped stays.
@@ -34,7 +33,7 @@ impl TestNode {
     /// Registers the node `name`, and starts it. Its agent has only the rights of a node.
     pub(crate) async fn start(world: &World, name: &str) -> Self {
         let name = world.node(name).await;
-        let kubeconfig = ControlPlane::get().node_kubeconfig(&name).await;
+        let kubeconfig = world.plane.node_kubeconfig(&name).await;
         Self::start_with(world, name, kubeconfig).await
     }
 
@@ -46,7 +45,7 @@ impl TestNode {
     /// As [`TestNode::start`], with `csi.force_revoked_after`.
     pub(crate) async fn start_with_force(world: &World, name: &str, after: Duration) -> Self {
         let name = world.node(name).await;
-        let kubeconfig = ControlPlane::get().node_kubeconfig(&name).await;
+        let kubeconfig = world.plane.node_kubeconfig(&name).await;
         Self::start_as(world, name, kubeconfig, after).await
     }
 
