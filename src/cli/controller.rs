@@ -51,6 +51,11 @@ pub(super) struct Controller {
     /// Serve ControllerPublish and ControllerUnpublish on this socket, and leave VolumeAttachments to csi-attacher
     #[arg(long, value_name = "PATH")]
     csi_socket: Option<PathBuf>,
+    /// Create and delete the VolumeAttachments as pods need them, where kube-controller-manager does not
+    ///
+    /// The CSIDriver object must say attachRequired: false. With --print-rights, adds the rights for it.
+    #[arg(long, conflicts_with = "csi_socket")]
+    attach_detach: bool,
     /// The number of objects that are worked on at the same time
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u16).range(1..=256))]
     workers: u16,
@@ -89,7 +94,7 @@ pub(super) fn run(globals: &Globals, args: Controller) -> Result<()> {
         return output::text(&cleat_kube::crd::yaml());
     }
     if let Some(namespace) = args.print_rights {
-        return output::text(&cleat_kube::rights::yaml(&namespace));
+        return output::text(&cleat_kube::rights::yaml(&namespace, args.attach_detach));
     }
     let level = match globals.verbose {
         0 => args.log_level,
@@ -116,6 +121,7 @@ pub(super) fn run(globals: &Globals, args: Controller) -> Result<()> {
             remediate: args.remediate,
         },
         calls: socket.map(|socket| Arc::new(socket) as Arc<dyn CallServer>),
+        attach_detach: args.attach_detach,
         election: Timing::default(),
     };
     cleat_kube::run(&config, Arc::new(crate::fencing::Volumes { clusters: args.clusters }))

@@ -2,30 +2,28 @@
 //! storage, and the queue of what has to be looked at.
 
 use std::collections::BTreeMap;
-use std::fmt::Debug;
 use std::sync::Arc;
 
-use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_core::error::Result;
 use cleat_core::random::Random;
 use cleat_grants::controller::Request;
 use cleat_grants::policy::NodeState;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{Node, PersistentVolume};
 use k8s_openapi::api::storage::v1::{CSINode, VolumeAttachment};
-use kube::api::{Api, Patch, PatchParams};
-use kube::{Client, Resource, ResourceExt};
-use serde::Serialize;
-use serde::de::DeserializeOwned;
-use serde_json::{Value, json};
+use kube::api::Api;
+use kube::{Client, ResourceExt};
 use tokio::sync::watch;
 
-use crate::api::{self, call};
+use crate::api::call;
+use crate::attach_detach::state::Wanted;
 use crate::config::Config;
 use crate::events::Events;
 use crate::failures::Failures;
 use crate::grant::{VOLUME_ANNOTATION, VolumeGrant, grant_name};
+use crate::kind::Kind;
 use crate::metrics::Metrics;
-use crate::mirror::{Index, Mirror};
+use crate::mirror::Index;
 use crate::nodes;
 use crate::queue::Queue;
 use crate::source;
@@ -39,15 +37,15 @@ pub(crate) const BY_VOLUME: usize = 1;
 pub(crate) const BY_NODE: usize = 2;
 
 const ATTACHMENT_INDEXES: &[Index<VolumeAttachment>] = &[
-    grant_of,
-    |attachment| attachment.spec.source.persistent_volume_name.clone(),
-    |attachment| Some(attachment.spec.node_name.clone()),
+    |attachment| grant_of(attachment).into_iter().collect(),
+    |attachment| attachment.spec.source.persistent_volume_name.clone().into_iter().collect(),
+    |attachment| vec![attachment.spec.node_name.clone()],
 ];
 
 /// The index of PersistentVolumes by the name of their grant.
 const VOLUME_INDEXES: &[Index<PersistentVolume>] = &[|volume| {
-    let csi = volume.spec.as_ref()?.csi.as_ref()?;
-    Some(grant_name(&csi.driver, &csi.volume_handle))
+    let csi = volume.spec.iter().filter_map(|spec| spec.csi.as_ref());
+    csi.map(|csi| grant_name(&csi.driver, &csi.volume_handle)).collect()
 }];
 
 /// Returns the name of the grant that an attachment asks for; `None` if it is not a request yet.
@@ -65,13 +63,8 @@ pub(crate) enum Key {
     Grant(String),
     /// A PersistentVolume, by its name.
     Volume(String),
-}
-
-/// All objects of one kind, and the API to change them.
-#[derive(Debug)]
-pub(crate) struct Kind<K: 'static> {
-    pub(crate) api: Api<K>,
-    pub(crate) mirror: Mirror<K>,
+    /// The attachments of a PersistentVolume, by its name.
+    Wanted(String),
 }
 
 /// The cluster as the leader knows it. A new leader begins with an empty one.
@@ -92,6 +85,8 @@ pub(crate) struct Cluster {
     /// Sends when a mirror has changed or a decision has failed.
     pub(crate) changes: watch::Sender<()>,
     pub(crate) failures: Failures,
+    /// What the attach/detach loop knows, if this controller has it.
+    pub(crate) wanted: Option<Wanted>,
 }
 
 impl Cluster {
@@ -113,6 +108,7 @@ impl Cluster {
             leases: Kind::new(Api::namespaced(client.clone(), nodes::LEASES), &[]),
             queue: Queue::new(random),
             events: Events::new(client.clone(), &config.identity),
+            wanted: config.attach_detach.then(|| Wanted::new(client)),
             config: config.clone(),
             metrics,
             changes: watch::Sender::new(()),
@@ -170,65 +166,4 @@ impl Cluster {
         let what = || format!("cannot read PersistentVolume {name}");
         Ok(call(what, self.volumes.api.get_opt(name)).await?.map(Arc::new))
     }
-}
-
-impl<K> Kind<K>
-where
-    K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Serialize + 'static,
-{
-    pub(crate) fn new(api: Api<K>, indexes: &'static [Index<K>]) -> Self {
-        Self { api, mirror: Mirror::new(indexes) }
-    }
-
-    /// Changes an object by a merge patch, if it is still as in `known`. `what` says what cannot be done if it
-    /// fails.
-    ///
-    /// # Errors
-    /// Returns `Aborted` if the object has changed, or does not exist any more. The mirror then has its new state.
-    pub(crate) async fn patch(&self, known: &K, body: Value, what: &str) -> Result<Arc<K>> {
-        let name = known.name_any();
-        let body = on_version(known, body);
-        let (parameters, patch) = (PatchParams::default(), Patch::Merge(body));
-        let request = self.api.patch(&name, &parameters, &patch);
-        self.written(&name, call(|| format!("{what} {name}"), request).await).await
-    }
-
-    /// As [`Kind::patch`], for the status.
-    pub(crate) async fn patch_status(&self, known: &K, body: Value, what: &str) -> Result<Arc<K>> {
-        let name = known.name_any();
-        let body = on_version(known, body);
-        let (parameters, patch) = (PatchParams::default(), Patch::Merge(body));
-        let request = self.api.patch_status(&name, &parameters, &patch);
-        self.written(&name, call(|| format!("{what} {name}"), request).await).await
-    }
-
-    /// Takes the answer to a write into the mirror. After a conflict, reads the object.
-    pub(crate) async fn written(&self, name: &str, answer: Result<K>) -> Result<Arc<K>> {
-        match answer {
-            Ok(object) => Ok(self.mirror.put(object)),
-            Err(error) if api::is_conflict(&error) => {
-                self.refresh(name).await?;
-                Err(Error::new(ErrorKind::Aborted, error.report()))
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Reads the present state of an object.
-    pub(crate) async fn refresh(&self, name: &str) -> Result<Option<Arc<K>>> {
-        let what = || format!("cannot read {} {name}", K::kind(&()));
-        match call(what, self.api.get_opt(name)).await? {
-            Some(object) => Ok(Some(self.mirror.put(object))),
-            None => {
-                self.mirror.remove(name);
-                Ok(None)
-            }
-        }
-    }
-}
-
-/// Makes a patch conditional on the resourceVersion of `known`.
-fn on_version<K: ResourceExt>(known: &K, mut body: Value) -> Value {
-    body["metadata"]["resourceVersion"] = json!(known.resource_version());
-    body
 }

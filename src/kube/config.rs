@@ -29,6 +29,9 @@ pub struct Config {
     /// Serves ControllerPublish and ControllerUnpublish for external-attacher, which then handles the
     /// VolumeAttachments. Without it, the controller handles them itself.
     pub calls: Option<Arc<dyn CallServer>>,
+    /// Whether the controller creates and deletes the VolumeAttachments as pods need them, in the place of
+    /// kube-controller-manager.
+    pub attach_detach: bool,
     /// The times of the leader election.
     pub election: Timing,
 }

@@ -12,6 +12,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
 use crate::api::{call, message};
+use crate::attach_detach;
 use crate::client::connect;
 use crate::cluster::Cluster;
 use crate::config::Config;
@@ -98,6 +99,9 @@ async fn serve(
     election: &mut Election,
 ) -> Result<()> {
     wait_for_definition(client).await?;
+    if config.attach_detach {
+        attach_detach::check(client, &config.driver).await?;
+    }
     loop {
         role.send_replace(Role::Standby);
         tracing::info!(lease = config.lease(), "waiting for the lease");

@@ -23,6 +23,11 @@ impl Events {
 
     /// Writes an event about a grant.
     pub(crate) async fn publish(&self, grant: &VolumeGrant, reason: &str, note: String) {
+        self.publish_about(&grant.object_ref(&()), reason, note).await;
+    }
+
+    /// Writes an event about an object.
+    pub(crate) async fn publish_about(&self, about: &ObjectReference, reason: &str, note: String) {
         let event = Event {
             type_: EventType::Warning,
             reason: reason.to_owned(),
@@ -30,8 +35,7 @@ impl Events {
             action: reason.to_owned(),
             secondary: None,
         };
-        let reference: ObjectReference = grant.object_ref(&());
-        let written = tokio::time::timeout(CALL_TIMEOUT, self.0.publish(&event, &reference)).await;
+        let written = tokio::time::timeout(CALL_TIMEOUT, self.0.publish(&event, about)).await;
         match written {
             Ok(Ok(())) => {}
             Ok(Err(error)) => tracing::debug!("cannot write an event: {error}"),

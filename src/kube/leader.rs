@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use cleat_core::error::{Error, Result};
 use futures::StreamExt;
-use k8s_openapi::api::core::v1::{Node, PersistentVolume};
+use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, Pod};
 use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, Event, watcher};
@@ -17,10 +17,13 @@ use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
+use crate::attach_detach::state::Wanted;
+use crate::attach_detach::{self, pods};
 use crate::attachments;
 use crate::calls::OfLeader;
-use crate::cluster::{BY_NODE, BY_VOLUME, Cluster, Key, Kind, grant_of};
+use crate::cluster::{BY_NODE, BY_VOLUME, Cluster, Key, grant_of};
 use crate::grant::{DRIVER_LABEL, VolumeGrant};
+use crate::kind::Kind;
 use crate::mirror::Change;
 use crate::nodes;
 use crate::persistent_volumes;
@@ -49,19 +52,14 @@ pub(crate) async fn lead(cluster: Arc<Cluster>, role: &watch::Sender<Role>) {
         },
     );
     feed(&mut tasks, &cluster, |cluster| &cluster.volumes, is_ours, volume_changed);
-    let with_leases = cluster.config.policy.lease_timeout_s.is_some();
-    if with_leases {
+    if cluster.config.policy.lease_timeout_s.is_some() {
         feed(&mut tasks, &cluster, |cluster| &cluster.leases, |_, _| true, |_, _| {});
     }
-    let first = |cluster: &Cluster| {
-        let leases = !with_leases || cluster.leases.mirror.is_complete();
-        cluster.grants.mirror.is_complete()
-            && cluster.nodes.mirror.is_complete()
-            && cluster.csi_nodes.mirror.is_complete()
-            && cluster.volumes.mirror.is_complete()
-            && leases
-    };
-    until(|| first(&cluster)).await;
+    if cluster.wanted.is_some() {
+        feed(&mut tasks, &cluster, |cluster| &wanted(cluster).pods, needs_claims, pod_changed);
+        feed(&mut tasks, &cluster, |cluster| &wanted(cluster).claims, |_, _| true, claim_changed);
+    }
+    until(|| has_listed(&cluster)).await;
     // The requests are listed last: a grant whose request is not in the list yet would be revoked.
     let ours =
         |cluster: &Cluster, known: &VolumeAttachment| known.spec.attacher == cluster.config.driver;
@@ -72,6 +70,11 @@ pub(crate) async fn lead(cluster: Arc<Cluster>, role: &watch::Sender<Role>) {
         grants = cluster.grants.mirror.len(),
         "leading"
     );
+    if cluster.wanted.is_some() {
+        for volume in cluster.volumes.mirror.all() {
+            cluster.queue.add(Key::Wanted(volume.name_any()));
+        }
+    }
     role.send_replace(Role::Leader);
     if let Some(server) = &cluster.config.calls {
         tasks.spawn(server.serve(Arc::new(OfLeader::new(&cluster))));
@@ -91,6 +94,46 @@ pub(crate) async fn lead(cluster: Arc<Cluster>, role: &watch::Sender<Role>) {
         metrics.attachments.set(size(cluster.attachments.mirror.len()));
         metrics.queue.set(size(cluster.queue.len()));
         tokio::time::sleep(GAUGE_PERIOD).await;
+    }
+}
+
+/// Returns whether everything but the attachments was listed.
+fn has_listed(cluster: &Cluster) -> bool {
+    let wanted = cluster.wanted.as_ref().is_none_or(|wanted| {
+        wanted.pods.mirror.is_complete() && wanted.claims.mirror.is_complete()
+    });
+    let with_leases = cluster.config.policy.lease_timeout_s.is_some();
+    let leases = !with_leases || cluster.leases.mirror.is_complete();
+    cluster.grants.mirror.is_complete()
+        && cluster.nodes.mirror.is_complete()
+        && cluster.csi_nodes.mirror.is_complete()
+        && cluster.volumes.mirror.is_complete()
+        && wanted
+        && leases
+}
+
+/// Returns what the attach/detach loop knows. Only called where there is one.
+fn wanted(cluster: &Cluster) -> &Wanted {
+    cluster.wanted.as_ref().expect("the controller has the loop")
+}
+
+/// Returns whether a pod can need a volume.
+fn needs_claims(_: &Cluster, pod: &Pod) -> bool {
+    pods::node(pod).is_some() && !pods::claims(pod).is_empty()
+}
+
+fn pod_changed(cluster: &Cluster, change: &Change<Pod>) {
+    for pod in change.before.iter().chain(&change.after) {
+        attach_detach::look_at_claims(cluster, wanted(cluster), &pods::claims(pod));
+    }
+}
+
+fn claim_changed(cluster: &Cluster, change: &Change<PersistentVolumeClaim>) {
+    let volume = |claim: &Arc<PersistentVolumeClaim>| claim.spec.as_ref()?.volume_name.clone();
+    let before = change.before.as_ref().and_then(volume);
+    let after = change.after.as_ref().and_then(volume);
+    if before != after || change.after.is_none() {
+        before.into_iter().chain(after).for_each(|name| cluster.queue.add(Key::Wanted(name)));
     }
 }
 
@@ -146,7 +189,9 @@ fn is_ours(cluster: &Cluster, volume: &PersistentVolume) -> bool {
 fn grant_changed(cluster: &Cluster, change: &Change<VolumeGrant>) {
     if let Some(grant) = change.after.as_ref().or(change.before.as_ref()) {
         let name = grant.name_any();
-        cluster.look_at_attachments(&cluster.attachments_of(&name));
+        let attachments = cluster.attachments_of(&name);
+        cluster.look_at_attachments(&attachments);
+        attachments.iter().for_each(|known| look_at_wanted(cluster, known));
         cluster.queue.add(Key::Grant(name));
     }
 }
@@ -159,12 +204,20 @@ fn attachment_changed(cluster: &Cluster, change: &Change<VolumeAttachment>) {
         return;
     }
     cluster.queue.add(Key::Attachment(known.name_any()));
+    look_at_wanted(cluster, known);
     if let Some(grant) = grant_of(known) {
         cluster.queue.add(Key::Grant(grant));
     }
     let volume = known.spec.source.persistent_volume_name.as_ref();
     if let Some(volume) = volume.filter(|_| change.after.is_none()) {
         cluster.queue.add(Key::Volume(volume.clone()));
+    }
+}
+
+/// Has the attach/detach loop look at the volume of an attachment.
+fn look_at_wanted(cluster: &Cluster, known: &VolumeAttachment) {
+    if let (Some(_), Some(volume)) = (&cluster.wanted, &known.spec.source.persistent_volume_name) {
+        cluster.queue.add(Key::Wanted(volume.clone()));
     }
 }
 
@@ -184,6 +237,9 @@ fn is_news(before: &VolumeAttachment, after: &VolumeAttachment) -> bool {
 fn volume_changed(cluster: &Cluster, change: &Change<PersistentVolume>) {
     let Some(known) = change.after.as_ref().or(change.before.as_ref()) else { return };
     let name = known.name_any();
+    if cluster.wanted.is_some() {
+        cluster.queue.add(Key::Wanted(name.clone()));
+    }
     if known.metadata.deletion_timestamp.is_some() {
         cluster.queue.add(Key::Volume(name));
     } else if change.before.is_none() {
@@ -195,11 +251,18 @@ fn volume_changed(cluster: &Cluster, change: &Change<PersistentVolume>) {
 /// heartbeat changes nothing.
 fn node_changed(cluster: &Cluster, change: &Change<Node>) {
     let state = |node: &Arc<Node>| nodes::state(node, None);
-    if change.before.as_ref().map(state) == change.after.as_ref().map(state) {
-        return;
-    }
     let Some(node) = change.after.as_ref().or(change.before.as_ref()) else { return };
     let name = node.name_any();
+    let is_other = change.before.as_ref().map(state) != change.after.as_ref().map(state);
+    if let Some(wanted) = &cluster.wanted {
+        let both = change.before.as_ref().zip(change.after.as_ref());
+        if is_other || both.is_some_and(|(before, after)| pods::differ(before, after)) {
+            attach_detach::look_at_node(cluster, wanted, &name);
+        }
+    }
+    if !is_other {
+        return;
+    }
     for grant in cluster.grants.mirror.all() {
         if grant.spec.holders.iter().any(|holder| holder.node == name) {
             cluster.queue.add(Key::Grant(grant.name_any()));
@@ -212,6 +275,7 @@ fn look_at_node(cluster: &Cluster, name: Option<&str>) {
     let Some(name) = name else { return };
     for attachment in cluster.attachments.mirror.find(BY_NODE, name) {
         cluster.queue.add(Key::Attachment(attachment.name_any()));
+        look_at_wanted(cluster, &attachment);
         if let Some(grant) = grant_of(&attachment) {
             cluster.queue.add(Key::Grant(grant));
         }
@@ -228,6 +292,7 @@ async fn work(cluster: &Cluster) {
         Key::Attachment(_) if cluster.config.calls.is_some() => ("attachment", Ok(Next::Done)),
         Key::Attachment(name) => ("attachment", attachments::sync(cluster, name).await),
         Key::Volume(name) => ("volume", persistent_volumes::sync(cluster, name).await),
+        Key::Wanted(name) => ("wanted", attach_detach::sync(cluster, wanted(cluster), name).await),
         Key::Grant(name) => {
             let decided = volumes::decide(cluster, name).await;
             match &decided {

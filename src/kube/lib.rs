@@ -16,6 +16,7 @@
 
 pub mod agent;
 mod api;
+mod attach_detach;
 mod attaching;
 mod attachments;
 mod call_server;
@@ -28,6 +29,7 @@ pub mod crd;
 mod events;
 mod failures;
 pub mod grant;
+mod kind;
 mod leader;
 mod lease;
 mod metrics;

@@ -9,12 +9,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use kube::ResourceExt;
 use kube::runtime::watcher::Event;
 
-/// Returns the name under which an object is found beside its own: the volume of an attachment, for example.
-pub(crate) type Index<K> = fn(&K) -> Option<String>;
+/// Returns the names under which an object is found beside its own: the volume of an attachment, for example.
+pub(crate) type Index<K> = fn(&K) -> Vec<String>;
 
 /// The objects of one kind.
 #[derive(Debug)]
 pub(crate) struct Mirror<K: 'static> {
+    /// Returns the name of an object in the mirror.
+    name: fn(&K) -> String,
     indexes: &'static [Index<K>],
     state: Mutex<State<K>>,
 }
@@ -38,11 +40,12 @@ pub(crate) struct Change<K> {
 }
 
 impl<K: ResourceExt + 'static> Mirror<K> {
-    pub(crate) fn new(indexes: &'static [Index<K>]) -> Self {
+    /// Makes a mirror of objects whose names differ. Those of several namespaces need `name`.
+    pub(crate) fn new(name: fn(&K) -> String, indexes: &'static [Index<K>]) -> Self {
         let indexed = indexes.iter().map(|_| BTreeMap::new()).collect();
         let objects = HashMap::new();
         let state = State { objects, indexed, listed: None, complete: false };
-        Self { indexes, state: Mutex::new(state) }
+        Self { name, indexes, state: Mutex::new(state) }
     }
 
     /// Returns an object.
@@ -94,14 +97,14 @@ impl<K: ResourceExt + 'static> Mirror<K> {
             }
             Event::InitApply(object) => {
                 if let Some(listed) = &mut self.lock().listed {
-                    listed.insert(object.name_any());
+                    listed.insert((self.name)(&object));
                 }
                 self.replace(Arc::new(object)).into_iter().collect()
             }
             Event::InitDone => self.end_list(),
             Event::Apply(object) => self.replace(Arc::new(object)).into_iter().collect(),
             Event::Delete(object) => {
-                let before = self.remove(&object.name_any());
+                let before = self.remove(&(self.name)(&object));
                 vec![Change { before: before.or(Some(Arc::new(object))), after: None }]
             }
         }
@@ -121,7 +124,7 @@ impl<K: ResourceExt + 'static> Mirror<K> {
     /// Returns `None` if the present state is newer, or the same.
     fn replace(&self, object: Arc<K>) -> Option<Change<K>> {
         let mut state = self.lock();
-        let name = object.name_any();
+        let name = (self.name)(&object);
         let known = state.objects.get(&name);
         let is_old = known.is_some_and(|known| {
             known.uid() == object.uid() && revision(known.as_ref()) >= revision(object.as_ref())
@@ -131,7 +134,7 @@ impl<K: ResourceExt + 'static> Mirror<K> {
         }
         let before = self.forget(&mut state, &name);
         for (index, key) in self.indexes.iter().enumerate() {
-            if let Some(key) = key(&object) {
+            for key in key(&object) {
                 state.indexed[index].entry(key).or_default().insert(name.clone());
             }
         }
@@ -142,14 +145,15 @@ impl<K: ResourceExt + 'static> Mirror<K> {
     fn forget(&self, state: &mut State<K>, name: &str) -> Option<Arc<K>> {
         let known = state.objects.remove(name)?;
         for (index, key) in self.indexes.iter().enumerate() {
-            let Some(key) = key(&known) else { continue };
-            let names = state.indexed[index].get_mut(&key);
-            let is_empty = names.is_some_and(|names| {
-                names.remove(name);
-                names.is_empty()
-            });
-            if is_empty {
-                state.indexed[index].remove(&key);
+            for key in key(&known) {
+                let names = state.indexed[index].get_mut(&key);
+                let is_empty = names.is_some_and(|names| {
+                    names.remove(name);
+                    names.is_empty()
+                });
+                if is_empty {
+                    state.indexed[index].remove(&key);
+                }
             }
         }
         Some(known)
@@ -180,7 +184,9 @@ mod tests {
     }
 
     fn by_node() -> Mirror<VolumeAttachment> {
-        Mirror::new(&[|attachment: &VolumeAttachment| Some(attachment.spec.node_name.clone())])
+        let by_node =
+            &[(|known: &VolumeAttachment| vec![known.spec.node_name.clone()]) as Index<_>];
+        Mirror::new(ResourceExt::name_any, by_node)
     }
 
     #[test]

@@ -17,9 +17,17 @@ pub const CONTROLLER_ACCOUNT: &str = "cleat-controller";
 /// The claim of a pod's token that names its node.
 const NODE_CLAIM: &str = "authentication.kubernetes.io/node-name";
 
-/// Returns the objects as YAML documents. `namespace` is that of the pods.
-pub fn yaml(namespace: &str) -> String {
-    let documents: Vec<String> = objects(namespace).iter().map(crd::to_yaml).collect();
+/// The cluster role of the attach/detach loop.
+const ATTACH_DETACH: &str = "cleat-controller-attach-detach";
+
+/// Returns the objects as YAML documents. `namespace` is that of the pods. `attach_detach` adds the rights of the
+/// attach/detach loop.
+pub fn yaml(namespace: &str, attach_detach: bool) -> String {
+    let mut objects = objects(namespace);
+    if attach_detach {
+        objects.extend(self::attach_detach(namespace));
+    }
+    let documents: Vec<String> = objects.iter().map(crd::to_yaml).collect();
     documents.join("---\n")
 }
 
@@ -48,6 +56,24 @@ pub fn objects(namespace: &str) -> Vec<Value> {
     }
     objects.extend(policy(namespace));
     objects
+}
+
+/// Returns the rights that the controller needs for the attach/detach loop, in addition.
+pub fn attach_detach(namespace: &str) -> [Value; 2] {
+    let watch = ["list", "watch"];
+    let rules = json!([
+        rule("", &["pods", "persistentvolumeclaims"], &watch),
+        rule("storage.k8s.io", &["volumeattachments"], &["create", "delete"]),
+        rule("storage.k8s.io", &["csidrivers"], &["get"]),
+        // Those about pods are in their namespaces.
+        rule("events.k8s.io", &["events"], &["create", "patch"]),
+    ]);
+    let mut bound = binding("ClusterRole", CONTROLLER_ACCOUNT, namespace);
+    bound["roleRef"]["name"] = json!(ATTACH_DETACH);
+    [
+        rbac("ClusterRole", ATTACH_DETACH, None, json!({ "rules": rules })),
+        rbac("ClusterRoleBinding", ATTACH_DETACH, None, bound),
+    ]
 }
 
 fn controller_rules() -> Value {
@@ -173,7 +199,7 @@ mod tests {
     fn the_committed_rights_are_those_of_the_code() {
         let committed = std::fs::read_to_string(COMMITTED).unwrap_or_default();
         let repair = "run: cleat controller --print-rights cleat-system > deploy/base/rights.yaml";
-        assert!(committed == yaml("cleat-system"), "{COMMITTED} differs; {repair}");
+        assert!(committed == yaml("cleat-system", false), "{COMMITTED} differs; {repair}");
     }
 
     #[test]

@@ -20,22 +20,22 @@ const ROLES: [&str; 3] = [AUDITED, "kube-node-lease", "default"];
 /// A right: API group, resource, verb, and the namespace of its Role.
 type Right = [String; 4];
 
-/// Returns the objects of the account in the namespace of this test. The ClusterRole is that of all tests.
-fn account() -> Vec<Value> {
+/// Returns the objects of the controller's account in a namespace. The ClusterRole is that of all tests.
+pub(crate) fn account(namespace: &str) -> Vec<Value> {
     let is_meant = |object: &Value| {
         let kind = object["kind"].as_str().unwrap();
         object["metadata"]["name"] == CONTROLLER_ACCOUNT && kind != "ClusterRole"
     };
     let renamed = |mut object: Value| {
         if object["kind"] != "ServiceAccount" {
-            object["metadata"]["name"] = json!(AUDITED);
+            object["metadata"]["name"] = json!(namespace);
         }
         if object["kind"] == "RoleBinding" {
-            object["roleRef"]["name"] = json!(AUDITED);
+            object["roleRef"]["name"] = json!(namespace);
         }
         object
     };
-    rights::objects(AUDITED).into_iter().filter(is_meant).map(renamed).collect()
+    rights::objects(namespace).into_iter().filter(is_meant).map(renamed).collect()
 }
 
 /// Returns the rights of the roles.
@@ -118,7 +118,7 @@ fn row_01_the_controller_has_all_rights_that_it_uses_and_no_other() {
     run(async |world: World| {
         let namespace =
             json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": AUDITED } });
-        create(&world.client, std::iter::once(namespace).chain(account())).await;
+        create(&world.client, std::iter::once(namespace).chain(account(AUDITED))).await;
         let plane = ControlPlane::get();
         let policy =
             Policy { release_timeout_s: 1, lease_timeout_s: Some(3600), ..Policy::default() };

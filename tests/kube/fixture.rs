@@ -112,6 +112,7 @@ impl World {
             workers: 4,
             policy: Policy { release_timeout_s: 1, ..Policy::default() },
             calls: None,
+            attach_detach: false,
             election: Timing::default(),
         }
     }

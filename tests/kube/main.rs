@@ -14,6 +14,7 @@
 
 mod agent;
 mod attach;
+mod attach_detach;
 mod calls;
 mod cluster;
 mod control_plane;

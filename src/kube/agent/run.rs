@@ -16,8 +16,8 @@ use super::shared::{Agent, Shared};
 use super::volume::AgentVolume;
 use crate::api::{call, message};
 use crate::client::connect;
-use crate::cluster::Kind;
 use crate::grant::{DRIVER_LABEL, VolumeGrant, node_label};
+use crate::kind::Kind;
 use crate::queue::{CONFLICT, FAILED, Next};
 
 /// The number of volumes that are worked on at the same time.

@@ -10,8 +10,8 @@ use tokio::sync::watch;
 
 use super::node::NodeVolumes;
 use super::volume::AgentVolume;
-use crate::cluster::Kind;
 use crate::grant::{VolumeGrant, grant_name};
+use crate::kind::Kind;
 use crate::queue::Queue;
 
 /// The settings of an agent.

@@ -1,0 +1,93 @@
+//! All objects of one kind: a mirror of them, and writes that are conditional on the version from which they were
+//! decided.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use cleat_core::error::{Error, ErrorKind, Result};
+use kube::api::{Api, Patch, PatchParams};
+use kube::{Resource, ResourceExt};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use crate::api::{self, call};
+use crate::mirror::{Index, Mirror};
+
+/// All objects of one kind, and the API to change them.
+#[derive(Debug)]
+pub(crate) struct Kind<K: 'static> {
+    pub(crate) api: Api<K>,
+    pub(crate) mirror: Mirror<K>,
+}
+
+impl<K> Kind<K>
+where
+    K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Serialize + 'static,
+{
+    pub(crate) fn new(api: Api<K>, indexes: &'static [Index<K>]) -> Self {
+        Self { api, mirror: Mirror::new(ResourceExt::name_any, indexes) }
+    }
+
+    /// As [`Kind::new`], for objects in namespaces: their names in the mirror are NAMESPACE/NAME.
+    pub(crate) fn of_namespaces(api: Api<K>, indexes: &'static [Index<K>]) -> Self {
+        Self { api, mirror: Mirror::new(full_name, indexes) }
+    }
+
+    /// Changes an object by a merge patch, if it is still as in `known`. `what` says what cannot be done if it
+    /// fails.
+    ///
+    /// # Errors
+    /// Returns `Aborted` if the object has changed, or does not exist any more. The mirror then has its new state.
+    pub(crate) async fn patch(&self, known: &K, body: Value, what: &str) -> Result<Arc<K>> {
+        let name = known.name_any();
+        let body = on_version(known, body);
+        let (parameters, patch) = (PatchParams::default(), Patch::Merge(body));
+        let request = self.api.patch(&name, &parameters, &patch);
+        self.written(&name, call(|| format!("{what} {name}"), request).await).await
+    }
+
+    /// As [`Kind::patch`], for the status.
+    pub(crate) async fn patch_status(&self, known: &K, body: Value, what: &str) -> Result<Arc<K>> {
+        let name = known.name_any();
+        let body = on_version(known, body);
+        let (parameters, patch) = (PatchParams::default(), Patch::Merge(body));
+        let request = self.api.patch_status(&name, &parameters, &patch);
+        self.written(&name, call(|| format!("{what} {name}"), request).await).await
+    }
+
+    /// Takes the answer to a write into the mirror. After a conflict, reads the object.
+    pub(crate) async fn written(&self, name: &str, answer: Result<K>) -> Result<Arc<K>> {
+        match answer {
+            Ok(object) => Ok(self.mirror.put(object)),
+            Err(error) if api::is_conflict(&error) => {
+                self.refresh(name).await?;
+                Err(Error::new(ErrorKind::Aborted, error.report()))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Reads the present state of an object.
+    pub(crate) async fn refresh(&self, name: &str) -> Result<Option<Arc<K>>> {
+        let what = || format!("cannot read {} {name}", K::kind(&()));
+        match call(what, self.api.get_opt(name)).await? {
+            Some(object) => Ok(Some(self.mirror.put(object))),
+            None => {
+                self.mirror.remove(name);
+                Ok(None)
+            }
+        }
+    }
+}
+
+/// Makes a patch conditional on the resourceVersion of `known`.
+fn on_version<K: ResourceExt>(known: &K, mut body: Value) -> Value {
+    body["metadata"]["resourceVersion"] = json!(known.resource_version());
+    body
+}
+
+/// Returns NAMESPACE/NAME of an object.
+pub(crate) fn full_name<K: ResourceExt>(object: &K) -> String {
+    format!("{}/{}", object.namespace().unwrap_or_default(), object.name_any())
+}
