@@ -64,6 +64,37 @@ pub trait SnapshotQuiesce {
     fn answer(&self, number: u64, result: Result<(), i32>) -> bool;
 }
 
+/// Keeps requests away from the volume while another client takes snapshots of several volumes, so that all of
+/// them show the same moment ([`GroupSnapshotStore`](crate::group_snapshot::GroupSnapshotStore)). The other client
+/// requests this hold in the storage. The owner of the volume
+///
+/// 1. finds the request in [`WriteHold::wanted`];
+/// 2. waits until no request of the volume runs, and starts no other one;
+/// 3. calls [`WriteHold::confirm`];
+/// 4. continues when another hold or none is wanted, or after [`WriteHold::refuse`] has succeeded.
+pub trait WriteHold {
+    /// Sets the waker that the backend wakes when the wanted hold has changed. The owner calls this once.
+    fn watch(&self, waker: Waker);
+
+    /// Returns the number of the hold that is wanted; each hold has its own number. Never blocks.
+    fn wanted(&self) -> Option<u64>;
+
+    /// Tells the other client that no request runs until hold `number` ends. Blocks until the backend has
+    /// answered, for a few seconds at most.
+    ///
+    /// # Errors
+    /// Returns `Aborted` if that hold is not wanted any more, and the backend's error otherwise; the other client
+    /// may then nevertheless find the confirmation later.
+    fn confirm(&self, number: u64) -> Result<()>;
+
+    /// Tells the other client that hold `number` was not or is no longer possible, and why. After success, requests
+    /// may run. Blocks as [`WriteHold::confirm`] does.
+    ///
+    /// # Errors
+    /// Returns the backend's error.
+    fn refuse(&self, number: u64, reason: &str) -> Result<()>;
+}
+
 /// Stops the work that a backend does on threads of its own without a request: checks of the claim and of
 /// the size, uploads, garbage collection.
 ///

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use super::{
     BackgroundWork, Image, ImageQueue, Outcome, RenewCredentials, RequestId, SnapshotQuiesce,
-    VolumeIdentity, Waker,
+    VolumeIdentity, Waker, WriteHold,
 };
 use super::{Completer, Extents, Handover, HandoverFiles, HandoverState, Resize, SetFault, Shrink};
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -189,6 +189,10 @@ impl Image for FaultImage {
 
     fn snapshot_quiesce(&self) -> Option<&dyn SnapshotQuiesce> {
         self.inner.snapshot_quiesce()
+    }
+
+    fn write_hold(&self) -> Option<&dyn WriteHold> {
+        self.inner.write_hold()
     }
 
     fn background(&self) -> Option<&dyn BackgroundWork> {

@@ -20,6 +20,7 @@ pub mod extents;
 pub mod fault;
 pub mod fence;
 pub mod file;
+pub mod group_snapshot;
 mod handover;
 mod identity;
 mod kernel_key;
@@ -35,6 +36,7 @@ mod waker;
 pub use capability::SetFault;
 pub use capability::{
     BackgroundWork, Extents, RenewCredentials, Resize, RunningTask, Shrink, SnapshotQuiesce,
+    WriteHold,
 };
 pub use completion::{Completer, Completions, channel};
 pub use credentials::{CredentialFile, CredentialSet, MAX_CREDENTIAL_FILES};
@@ -214,6 +216,11 @@ pub trait Image: Send + Sync {
 
     /// Returns the capability to announce snapshots before they are taken.
     fn snapshot_quiesce(&self) -> Option<&dyn SnapshotQuiesce> {
+        None
+    }
+
+    /// Returns the capability to hold requests while snapshots of several volumes are taken.
+    fn write_hold(&self) -> Option<&dyn WriteHold> {
         None
     }
 

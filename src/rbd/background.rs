@@ -1,7 +1,7 @@
-//! Work on an open image beside its requests, on one thread: it follows the size of the image, and it
-//! checks that the claim is still the one that this process wrote.
+//! Work on an open image beside its requests, on one thread: it follows the size of the image and the holds
+//! that other clients want, and it checks that the claim is still the one that this process wrote.
 //!
-//! Both tasks only read. The thread can be stopped between two steps ([`Pause`](crate::pause::Pause)), so
+//! All tasks only read. The thread can be stopped between two steps ([`Pause`](crate::pause::Pause)), so
 //! that no check of the claim runs while a handover releases it.
 
 use std::sync::Arc;
@@ -13,6 +13,7 @@ use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 
 use crate::claim;
+use crate::hold;
 use crate::pause::Pause;
 use crate::shared::Shared;
 
@@ -76,7 +77,10 @@ impl Tasks {
     fn run(mut self, changes: &Receiver<()>) {
         let shared = Arc::clone(&self.shared);
         run_tasks(changes, &shared.pause, CLAIM_CHECK_INTERVAL, |task| match task {
-            Task::FollowSize => self.follow_size(),
+            Task::FollowChange => {
+                self.follow_size();
+                self.follow_hold();
+            }
             Task::CheckClaim => self.check_claim(),
         });
     }
@@ -90,6 +94,17 @@ impl Tasks {
             }
         }
         self.shared.wake();
+    }
+
+    /// Reads which hold is wanted of the client with the claim of this process.
+    fn follow_hold(&self) {
+        let own = self.shared.claim().as_ref().map(|claim| claim.client.clone());
+        match self.image.metadata_get(hold::KEY) {
+            Ok(text) => self.shared.hold.follow(text.as_deref(), own.as_ref()),
+            Err(error) => {
+                tracing::warn!(image = %self.name, %error, "cannot read which hold is wanted");
+            }
+        }
     }
 
     /// Compares the claim in the image with the one that this process wrote. A client that takes the image
@@ -123,7 +138,7 @@ impl Tasks {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Task {
-    FollowSize,
+    FollowChange,
     CheckClaim,
 }
 
@@ -140,7 +155,7 @@ fn run_tasks(changes: &Receiver<()>, pause: &Pause, interval: Duration, mut run:
             Err(RecvTimeoutError::Disconnected) => return,
         }
         if changed {
-            changed = !pause.step(|| run(Task::FollowSize));
+            changed = !pause.step(|| run(Task::FollowChange));
         }
         // Also after a change: changes in quick succession must not prevent the check.
         if SystemClock.now() >= next_check {
@@ -165,7 +180,7 @@ mod tests {
         // `send` returns when the thread has received the change.
         let (sender, changes) = mpsc::sync_channel(0);
         thread::scope(|scope| {
-            let record = move |task| *followed.lock().unwrap() |= task == Task::FollowSize;
+            let record = move |task| *followed.lock().unwrap() |= task == Task::FollowChange;
             scope.spawn(move || run_tasks(&changes, pause, INTERVAL, record));
             sender.send(()).unwrap();
             sender.send(()).unwrap();
@@ -185,7 +200,7 @@ mod tests {
         let mut sender = Some(sender);
         // Each step leaves the next change in the channel.
         run_tasks(&changes, &Pause::default(), INTERVAL, |task| match task {
-            Task::FollowSize => sender.as_ref().map_or((), |sender| sender.send(()).unwrap()),
+            Task::FollowChange => sender.as_ref().map_or((), |sender| sender.send(()).unwrap()),
             Task::CheckClaim => sender = None,
         });
     }

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use cleat_backend::claimant::Claimant;
 use cleat_backend::{BackgroundWork, Completer, Extents, Handover, Image, ImageQueue, Resize};
-use cleat_backend::{RenewCredentials, Shrink, SnapshotQuiesce, VolumeIdentity, Waker};
+use cleat_backend::{RenewCredentials, Shrink, SnapshotQuiesce, VolumeIdentity, Waker, WriteHold};
 use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Features};
@@ -186,6 +186,11 @@ impl Image for RbdImage {
 
     fn snapshot_quiesce(&self) -> Option<&dyn SnapshotQuiesce> {
         Some(self)
+    }
+
+    /// Returns `None` for an image without a claim, which names no writer.
+    fn write_hold(&self) -> Option<&dyn WriteHold> {
+        self.claimant.is_some().then_some(self as &dyn WriteHold)
     }
 
     fn background(&self) -> Option<&dyn BackgroundWork> {

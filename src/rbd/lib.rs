@@ -26,6 +26,7 @@ mod errors;
 mod extents;
 mod fence;
 mod granted;
+mod hold;
 mod image;
 mod keyring;
 mod mirror;

@@ -7,6 +7,7 @@ use cleat_backend::Waker;
 
 use crate::claim::record::Claim;
 use crate::encryption::ENCRYPTED_BLOCK;
+use crate::hold::Wanted;
 use crate::pause::Pause;
 use crate::permissions::MissingCaps;
 use crate::pool_space::PoolSpace;
@@ -23,6 +24,8 @@ pub(crate) struct Shared {
     pub(crate) fenced: AtomicBool,
     /// The claim that this process wrote and has not released.
     pub(crate) claim: Mutex<Option<Claim>>,
+    /// The hold that another client wants.
+    pub(crate) hold: Wanted,
     /// Stops the background thread.
     pub(crate) pause: Pause,
     pub(crate) missing_caps: MissingCaps,

@@ -8,6 +8,7 @@
 //!   is not connected.
 
 mod encrypted;
+mod hold;
 mod info;
 mod labels;
 mod layout;
@@ -32,6 +33,7 @@ use crate::timeouts::{CALL_TIMEOUT, Tracker, answer, with_progress, with_timeout
 use crate::{encryption, errors};
 use cleat_backend::CredentialSet;
 use cleat_backend::claimant::Claimant;
+use cleat_backend::group_snapshot::GroupSnapshotStore;
 use cleat_backend::network_fence::NetworkFenceStore;
 use cleat_backend::store::{
     CloneStore, Info, LabelStore, Layout, Listing, Page, Progress, Purged, Removal, Removed,
@@ -156,6 +158,10 @@ impl Store for RbdStore {
     }
 
     fn snapshots(&self) -> Option<&dyn SnapshotStore> {
+        Some(self)
+    }
+
+    fn group_snapshots(&self) -> Option<&dyn GroupSnapshotStore> {
         Some(self)
     }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use cleat_backend::{
     BackgroundWork, Completer, Image, ImageQueue, Resize, RunningTask, SnapshotQuiesce,
-    VolumeIdentity, Waker,
+    VolumeIdentity, Waker, WriteHold,
 };
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Features};
@@ -30,6 +30,27 @@ pub(super) struct FakeImage {
     pub(super) waiting: Mutex<Option<u64>>,
     /// The answers to snapshots.
     pub(super) answers: Mutex<Vec<(u64, Result<(), i32>)>>,
+    pub(super) hold: Mutex<FakeHold>,
+}
+
+/// The hold that another client wants, and how it is answered.
+#[derive(Default)]
+pub(super) struct FakeHold {
+    /// The backend has no holds.
+    pub(super) missing: bool,
+    pub(super) wanted: Option<u64>,
+    /// The storage does not answer.
+    pub(super) fails: bool,
+    /// The numbers, and whether each was confirmed.
+    pub(super) answers: Vec<(u64, bool)>,
+}
+
+impl FakeHold {
+    fn answer(&mut self, number: u64, held: bool) -> Result<()> {
+        self.answers.push((number, held));
+        let silent = || Error::new(ErrorKind::TimedOut, "no answer");
+        if self.fails { Err(silent()) } else { Ok(()) }
+    }
 }
 
 impl FakeImage {
@@ -92,6 +113,10 @@ impl Image for FakeImage {
         self.background.is_some().then_some(self as &dyn BackgroundWork)
     }
 
+    fn write_hold(&self) -> Option<&dyn WriteHold> {
+        (!self.hold.lock().unwrap().missing).then_some(self as &dyn WriteHold)
+    }
+
     fn snapshot_quiesce(&self) -> Option<&dyn SnapshotQuiesce> {
         self.announces_snapshots.then_some(self as &dyn SnapshotQuiesce)
     }
@@ -112,6 +137,22 @@ impl BackgroundWork for FakeImage {
 
     fn restart(&self) {
         self.background_stopped.store(false, Ordering::SeqCst);
+    }
+}
+
+impl WriteHold for FakeImage {
+    fn watch(&self, _: Waker) {}
+
+    fn wanted(&self) -> Option<u64> {
+        self.hold.lock().unwrap().wanted
+    }
+
+    fn confirm(&self, number: u64) -> Result<()> {
+        self.hold.lock().unwrap().answer(number, true)
+    }
+
+    fn refuse(&self, number: u64, _: &str) -> Result<()> {
+        self.hold.lock().unwrap().answer(number, false)
     }
 }
 

@@ -22,5 +22,6 @@ mod refuse;
 mod resize;
 pub mod sandbox;
 mod session;
+mod write_hold;
 
 pub use cleat_worker_protocol::{isolation, protocol, version};

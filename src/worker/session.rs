@@ -30,6 +30,7 @@ use super::channel::Channel;
 use super::protocol::{FromWorker, Start};
 use super::quiesce::SnapshotQuiesce;
 use super::resize::Resizer;
+use super::write_hold::WriteHold;
 use cleat_backend::{CredentialFile, Image, Waker};
 use cleat_core::clock::Clock;
 use cleat_core::error::{Error, Result};
@@ -60,6 +61,7 @@ pub(super) struct Session {
     resizer: Resizer,
     monitors: Monitors,
     quiesce: SnapshotQuiesce,
+    hold: WriteHold,
     orphan: OrphanTimer,
 }
 
@@ -114,6 +116,7 @@ impl Session {
         if start.quiesce {
             quiesce.watch(waker.clone(), !start.successor)?;
         }
+        let hold = WriteHold::new(Arc::clone(&image), Arc::clone(&clock), waker.clone());
         Ok(Self {
             monitors: Monitors::new(&page, Arc::clone(&clock)),
             supervisors: Supervisors::new(listener),
@@ -128,6 +131,7 @@ impl Session {
             offer: None,
             resizer,
             quiesce,
+            hold,
             orphan: OrphanTimer::default(),
         })
     }
@@ -171,6 +175,7 @@ impl Session {
             return Next::Exit;
         }
         self.report_changes();
+        self.follow_hold();
         if woken.supervisors.current && self.on_channel() == Next::Exit {
             return Next::Exit;
         }
@@ -203,8 +208,13 @@ impl Session {
     fn timeout(&self) -> PollTimeout {
         let now = self.clock.now();
         let offer = self.offer.as_ref().map(|offer| offer.timeout(now));
-        let waits =
-            [offer, self.monitors.timeout(), self.quiesce.timeout(now), self.orphan.timeout(now)];
+        let waits = [
+            offer,
+            self.monitors.timeout(),
+            self.quiesce.timeout(now),
+            self.hold.timeout(now),
+            self.orphan.timeout(now),
+        ];
         let next = waits.into_iter().flatten().min();
         // poll(2) counts in milliseconds: rounded up, so that the loop does not spin.
         let rounded = next.map(|next| next + Duration::from_millis(1));
@@ -238,6 +248,23 @@ impl Session {
         if let Some(size) = self.resizer.change() {
             self.send(&FromWorker::SizeChanged { size });
         }
+    }
+
+    /// Holds all requests of the volume while another client wants it, or refuses that.
+    fn follow_hold(&mut self) {
+        let seen = self.page.snapshot();
+        let obstacle = if self.start.quiesce {
+            Some(
+                "each snapshot of the volume freezes its file systems (quiesce), which a held volume cannot do",
+            )
+        } else if self.offer.is_some() {
+            Some("the volume is being handed over to another worker")
+        } else if seen.queued > 0 || seen.outage_since_ns != 0 {
+            Some("the backend does not answer its requests")
+        } else {
+            None
+        };
+        self.hold.check(&self.connections.server, obstacle);
     }
 
     fn end_if_orphan(&mut self) -> Next {

@@ -205,6 +205,7 @@ table! {
         fn rbd_snap_list_end(*mut rbd_snap_info_t);
         fn rbd_snap_create(rbd_image_t, *const c_char) -> c_int;
         fn rbd_snap_remove(rbd_image_t, *const c_char) -> c_int;
+        fn rbd_snap_rename(rbd_image_t, *const c_char, *const c_char) -> c_int;
         fn rbd_snap_rollback_with_progress(
             rbd_image_t, *const c_char, librbd_progress_fn_t, *mut c_void
         ) -> c_int;

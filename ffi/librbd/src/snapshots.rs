@@ -139,6 +139,18 @@ impl Image {
         check(returned, || format!("remove the snapshot {name}")).map(drop)
     }
 
+    /// Renames the snapshot `from` to `to`.
+    ///
+    /// # Errors
+    /// Returns ENOENT if `from` does not exist, EEXIST if `to` exists, or another error of the library.
+    pub fn snapshot_rename(&self, from: &str, to: &str) -> Result<()> {
+        let (old, new) = (c_string(from, "a snapshot's name")?, c_string(to, "a snapshot's name")?);
+        // SAFETY: the image is open, and the names are C strings.
+        let returned =
+            unsafe { (self.api().rbd_snap_rename)(self.raw(), old.as_ptr(), new.as_ptr()) };
+        check(returned, || format!("rename the snapshot {from} to {to}")).map(drop)
+    }
+
     /// Sets the image's content and size back to those of the snapshot. If it is interrupted, a part of the
     /// image has the content of the snapshot, and another call continues.
     ///

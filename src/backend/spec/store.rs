@@ -10,7 +10,7 @@
 //!   progress have no limit while they make progress, but the caller can stop them; the error then says
 //!   what is left, and another call continues. A call that reached its limit may still take effect later.
 //! - Operations that only some backends support are capabilities of the store: [`SnapshotStore`],
-//!   [`CloneStore`], [`TrashStore`], [`LabelStore`], [`NetworkFenceStore`].
+//!   [`CloneStore`], [`GroupSnapshotStore`], [`TrashStore`], [`LabelStore`], [`NetworkFenceStore`].
 //!
 //! Fields of results that a backend does not have are `None` (null in JSON), or empty. Every method returns
 //! the backend's error if the storage refuses the call or does not answer.
@@ -21,6 +21,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
+use crate::group_snapshot::GroupSnapshotStore;
 use crate::network_fence::NetworkFenceStore;
 use cleat_core::error::{Error, ErrorKind, Result};
 
@@ -71,6 +72,11 @@ pub trait Store: Send + Sync {
 
     /// Returns the capability to take snapshots.
     fn snapshots(&self) -> Option<&dyn SnapshotStore> {
+        None
+    }
+
+    /// Returns the capability to take snapshots of several volumes at the same moment.
+    fn group_snapshots(&self) -> Option<&dyn GroupSnapshotStore> {
         None
     }
 

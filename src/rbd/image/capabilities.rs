@@ -1,4 +1,4 @@
-//! The capabilities of an open image: resize, shrink, extents, snapshot quiesce, background work and
+//! The capabilities of an open image: resize, shrink, extents, snapshot quiesce, holds, background work and
 //! handover.
 
 use std::ops::ControlFlow;
@@ -7,12 +7,13 @@ use std::time::Instant;
 use cleat_backend::uri::{Size, invalid};
 use cleat_backend::{BackgroundWork, CredentialSet, Extents, Handover, HandoverFiles};
 use cleat_backend::{HandoverState, RenewCredentials, Resize, RunningTask, Shrink};
-use cleat_backend::{SnapshotQuiesce, Waker};
+use cleat_backend::{SnapshotQuiesce, Waker, WriteHold};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::Extent;
 
 use super::RbdImage;
 use crate::claim::decision::Purpose;
+use crate::hold::{self, State};
 use crate::quiesce::Snapshots;
 use crate::{background, claim, encryption, extents};
 
@@ -75,6 +76,24 @@ impl SnapshotQuiesce for RbdImage {
 
     fn answer(&self, number: u64, result: Result<(), i32>) -> bool {
         self.with_snapshots(|snapshots| snapshots.answer(number, result)).unwrap_or(false)
+    }
+}
+
+impl WriteHold for RbdImage {
+    fn watch(&self, waker: Waker) {
+        self.shared.hold.watch(waker);
+    }
+
+    fn wanted(&self) -> Option<u64> {
+        self.shared.hold.number()
+    }
+
+    fn confirm(&self, number: u64) -> Result<()> {
+        self.shared.hold.answer(number, State::Held, &self.image()?, &self.name)
+    }
+
+    fn refuse(&self, number: u64, reason: &str) -> Result<()> {
+        self.shared.hold.answer(number, hold::refused(reason), &self.image()?, &self.name)
     }
 }
 

@@ -18,6 +18,7 @@ use crate::claim::decision::Purpose;
 use crate::connection::{load_library, open_library};
 use crate::encryption::{self, ENCRYPTED_BLOCK, Passphrases};
 use crate::errors::{self, open_error};
+use crate::hold::Wanted;
 use crate::keyring::ClientKey;
 use crate::pause::Pause;
 use crate::permissions::{self, MissingCaps};
@@ -136,6 +137,7 @@ impl RbdImage {
             luks_header: header,
             fenced: AtomicBool::new(false),
             claim: Mutex::default(),
+            hold: Wanted::default(),
             pause: Pause::default(),
             missing_caps: MissingCaps::new(spec, &data_pool),
             pool_space: PoolSpace::new(data_pool),

@@ -101,12 +101,12 @@ impl Target {
         Ok(())
     }
 
-    fn in_use(&self, by: &str) -> Error {
+    pub(crate) fn in_use(&self, by: &str) -> Error {
         Error::new(ErrorKind::InUse, format!("{} is in use by {by}", self.name))
             .with_repair("unmap it there first; the cluster drops a dead client about 30 s later")
     }
 
-    fn claimed(&self, client: &Client) -> Error {
+    pub(crate) fn claimed(&self, client: &Client) -> Error {
         let message = format!(
             "{} is claimed by {}, which is not connected now and could write again later",
             self.name,

@@ -31,6 +31,25 @@ impl Target {
         }
     }
 
+    pub(crate) fn snapshot_rename(&self, to: &str) -> Result<bool> {
+        let image = self.open(Open::Write)?;
+        let Err(error) = image.snapshot_rename(self.snapshot(), to) else { return Ok(true) };
+        let exists = |name: &str| {
+            let snapshots = self.snapshots_of(&image)?;
+            Ok::<_, Error>(snapshots.iter().any(|s| s.kind == "user" && s.name == name))
+        };
+        match error.errno() {
+            Some(libc::ENOENT) if exists(to)? => Ok(false),
+            Some(libc::ENOENT) => Err(self.missing_or(error)),
+            Some(libc::EEXIST) if !exists(self.snapshot())? => Ok(false),
+            Some(libc::EEXIST) => {
+                let message = format!("{} cannot get the name {to}: it exists", self.name);
+                Err(Error::new(ErrorKind::AlreadyExists, message).with_source(error))
+            }
+            _ => Err(self.failed(error)),
+        }
+    }
+
     pub(crate) fn snapshot_protect(&self, protect: bool) -> Result<bool> {
         let image = self.open(Open::Write)?;
         match image.snapshot_is_protected(self.snapshot()) {

@@ -101,7 +101,11 @@ impl Session {
         descriptors: Vec<OwnedFd>,
     ) -> Result<FromWorker> {
         match command {
-            ToWorker::Serve => self.connections.serve(descriptors).map(|()| FromWorker::Serving),
+            ToWorker::Serve => {
+                // Their requests would not be held.
+                self.hold.end(&self.connections.server, "the device gets new connections")?;
+                self.connections.serve(descriptors).map(|()| FromWorker::Serving)
+            }
             ToWorker::SetPolicy(policy) => {
                 policy.limits.check()?;
                 self.connections.server.set_policy(policy);
@@ -118,6 +122,8 @@ impl Session {
             ToWorker::FailIo { fail: true } => {
                 tracing::warn!("every request fails from now on, by the supervisor's command");
                 let deadline = self.clock.now() + FAIL_TIMEOUT;
+                self.connections.server.set_fail_io(true);
+                self.hold.pass_failing(&self.connections.server);
                 let requests = self.connections.server.fail_all_io(FAIL_TIMEOUT)?;
                 // A change of the volume's size is a request to the backend, too.
                 let at_backend =
@@ -125,6 +131,7 @@ impl Session {
                 Ok(FromWorker::IoFails { at_backend })
             }
             ToWorker::FailIo { fail: false } => {
+                self.hold.end(&self.connections.server, "all requests have failed for a while")?;
                 self.connections.server.set_fail_io(false);
                 self.restart_background();
                 Ok(FromWorker::Done)

@@ -84,6 +84,11 @@ impl Session {
             return Err(Error::new(ErrorKind::Unavailable, message)
                 .with_repair("try again when the snapshot is complete"));
         }
+        if self.hold.is_active() {
+            let message = "the requests of the volume are held for a group snapshot";
+            return Err(Error::new(ErrorKind::Unavailable, message)
+                .with_repair("try again when the snapshot is complete"));
+        }
         if self.resizer.unanswered() > 0 {
             // The storage may execute it after the successor's first write.
             let message = "a change of the volume's size has not been answered";
