@@ -35,6 +35,15 @@ impl Identity for IdentityService {
                 r#type: service::Type::ControllerService.into(),
             }))
         });
+        let groups = match &self.driver.controller {
+            Some(controller) if controller.has_group_snapshots().await => {
+                Some(service::Type::GroupControllerService)
+            }
+            _ => None,
+        };
+        let groups = groups.map(|group| {
+            of(capability::Type::Service(capability::Service { r#type: group.into() }))
+        });
         let capabilities = [
             of(capability::Type::Service(capability::Service {
                 r#type: service::Type::VolumeAccessibilityConstraints.into(),
@@ -43,7 +52,7 @@ impl Identity for IdentityService {
                 r#type: volume_expansion::Type::Online.into(),
             })),
         ];
-        let capabilities = controller.into_iter().chain(capabilities).collect();
+        let capabilities = controller.into_iter().chain(groups).chain(capabilities).collect();
         Ok(Response::new(csi::GetPluginCapabilitiesResponse { capabilities }))
     }
 

@@ -9,6 +9,7 @@ use cleat_csi_api::addons::reclaimspace::{
     reclaim_space_node_server as reclaim_node,
 };
 use cleat_csi_api::csi::v1::controller_server::{self, ControllerServer};
+use cleat_csi_api::csi::v1::group_controller_server::{self, GroupControllerServer};
 use cleat_csi_api::csi::v1::identity_server;
 use cleat_csi_api::csi::v1::identity_server::IdentityServer;
 use cleat_csi_api::csi::v1::node_server::{self, NodeServer};
@@ -33,6 +34,7 @@ pub(crate) struct Services {
     identity: IdentityServer<IdentityService>,
     node: NodeServer<NodeService>,
     controller: Option<ControllerServer<ControllerService>>,
+    group_controller: Option<GroupControllerServer<ControllerService>>,
     addons_identity: addons_identity::IdentityServer<Addons>,
     reclaim_node: reclaim_node::ReclaimSpaceNodeServer<Addons>,
     reclaim_controller: reclaim_controller::ReclaimSpaceControllerServer<Addons>,
@@ -40,7 +42,8 @@ pub(crate) struct Services {
 }
 
 impl Services {
-    /// Creates the services of a driver. The Controller service exists only if the driver has it.
+    /// Creates the services of a driver. The Controller and GroupController services exist only if the driver has
+    /// them.
     pub(crate) fn of(driver: &Driver) -> Self {
         let identity = IdentityServer::new(IdentityService { driver: driver.clone() });
         let node = NodeService { driver: driver.clone() };
@@ -50,10 +53,15 @@ impl Services {
             let server = ControllerServer::new(ControllerService(controller));
             server.max_decoding_message_size(MAX_MESSAGE)
         });
+        let group_controller = driver.controller.clone().map(|controller| {
+            let server = GroupControllerServer::new(ControllerService(controller));
+            server.max_decoding_message_size(MAX_MESSAGE)
+        });
         Self {
             identity: identity.max_decoding_message_size(MAX_MESSAGE),
             node: node.max_decoding_message_size(MAX_MESSAGE),
             controller,
+            group_controller,
             addons_identity: addons_identity::IdentityServer::new(addons.clone())
                 .max_decoding_message_size(MAX_MESSAGE),
             reclaim_node: reclaim_node::ReclaimSpaceNodeServer::new(addons.clone())
@@ -78,14 +86,18 @@ impl Service<Request<Body>> for Services {
 
     fn call(&mut self, request: Request<Body>) -> Self::Future {
         let service = request.uri().path().split('/').nth(1).unwrap_or_default();
-        match (service, &mut self.controller) {
-            (identity_server::SERVICE_NAME, _) => self.identity.call(request),
-            (node_server::SERVICE_NAME, _) => self.node.call(request),
-            (addons_identity::SERVICE_NAME, _) => self.addons_identity.call(request),
-            (reclaim_node::SERVICE_NAME, _) => self.reclaim_node.call(request),
-            (reclaim_controller::SERVICE_NAME, _) => self.reclaim_controller.call(request),
-            (fence::SERVICE_NAME, _) => self.network_fence.call(request),
-            (controller_server::SERVICE_NAME, Some(controller)) => controller.call(request),
+        match service {
+            identity_server::SERVICE_NAME => return self.identity.call(request),
+            node_server::SERVICE_NAME => return self.node.call(request),
+            addons_identity::SERVICE_NAME => return self.addons_identity.call(request),
+            reclaim_node::SERVICE_NAME => return self.reclaim_node.call(request),
+            reclaim_controller::SERVICE_NAME => return self.reclaim_controller.call(request),
+            fence::SERVICE_NAME => return self.network_fence.call(request),
+            _ => {}
+        }
+        match (service, &mut self.controller, &mut self.group_controller) {
+            (controller_server::SERVICE_NAME, Some(controller), _) => controller.call(request),
+            (group_controller_server::SERVICE_NAME, _, Some(groups)) => groups.call(request),
             _ => {
                 let message = format!("this driver does not have the service {service}");
                 Box::pin(async move { Ok(Status::unimplemented(message).into_http()) })

@@ -10,6 +10,7 @@
 )]
 
 mod cli;
+mod csi_groups;
 mod csi_sanity;
 mod kernel;
 mod lifecycle;

@@ -8,11 +8,15 @@
 //! What must never happen here: a blocking call on a thread of the runtime; the removal of a volume that this
 //! driver did not make; a second call for a volume that is busy; trust in a name whose labels differ.
 //!
-//! Reading order: `names`, `parameters`, `places`, `labels`, `volumes`, `snapshots`, `access`, `service`.
+//! Reading order: `names`, `parameters`, `places`, `labels`, `volumes`, `snapshots`, `groups`, `access`,
+//! `service`.
 
 mod access;
 mod capacity;
 mod connections;
+mod group_id;
+mod group_service;
+mod groups;
 mod health;
 mod labels;
 mod list;

@@ -25,6 +25,12 @@ const SNAPSHOT: &str = "csi-";
 /// The beginning of the names of snapshots that exist only while a volume is cloned.
 const CLONE: &str = "csiclone-";
 
+/// The beginning of the names of the snapshots of a group.
+pub(crate) const GROUP: &str = "csigroup-";
+
+/// The beginning of the names of snapshots of a group that is being made.
+pub(crate) const UNFINISHED_GROUP: &str = "csigroupnew-";
+
 /// Checks the name in a request. `what` names it in errors.
 ///
 /// # Errors
@@ -73,9 +79,21 @@ pub(crate) fn of_clone_snapshot(volume: &str) -> String {
     format!("{CLONE}{volume}")
 }
 
-/// Returns whether a snapshot is only a step of cloning a volume.
-pub(crate) fn is_clone_snapshot(snapshot: &str) -> bool {
-    snapshot.starts_with(CLONE)
+/// Returns whether a snapshot is only a step of a call: of cloning a volume, or of a group snapshot.
+pub(crate) fn is_step(snapshot: &str) -> bool {
+    snapshot.starts_with(CLONE) || snapshot.starts_with(UNFINISHED_GROUP)
+}
+
+/// Returns the part of the names of a group's snapshots that follows from its name. Names that are not plain begin
+/// with `-`, so that none of them has the same part as a plain one.
+pub(crate) fn of_group(name: &str) -> String {
+    if is_plain(name) { name.to_owned() } else { format!("-{}", stored(name)) }
+}
+
+/// Returns a hash of 16 hexadecimal digits.
+pub(crate) fn short_hash(text: &[u8]) -> String {
+    let hash = hmac_sha256::Hash::hash(text);
+    hash[..8].iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Returns whether the name of a snapshot or of a volume without a prefix is the name of the request.
@@ -97,9 +115,7 @@ fn stored(name: &str) -> String {
         .take(MAX_READABLE)
         .collect();
     let readable = if readable.is_empty() { "volume" } else { &readable };
-    let hash = hmac_sha256::Hash::hash(name.as_bytes());
-    let hash: String = hash[..8].iter().map(|byte| format!("{byte:02x}")).collect();
-    format!("{readable}-{hash}")
+    format!("{readable}-{}", short_hash(name.as_bytes()))
 }
 
 #[cfg(test)]
@@ -121,8 +137,8 @@ mod tests {
         }
         assert_eq!(of_volume("k8s-", "pvc-1"), "k8s-pvc-1");
         assert_eq!(of_snapshot("snapshot-1"), "csi-snapshot-1");
-        assert!(is_clone_snapshot(&of_clone_snapshot("pvc-1")));
-        assert!(!is_clone_snapshot(&of_snapshot("csiclone-x")));
+        assert!(is_step(&of_clone_snapshot("pvc-1")));
+        assert!(!is_step(&of_snapshot("csiclone-x")));
     }
 
     #[test]

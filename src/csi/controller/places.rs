@@ -2,6 +2,7 @@
 
 use std::os::unix::ffi::OsStrExt;
 
+use cleat_backend::group_snapshot::GroupSnapshotStore;
 use cleat_backend::store::{CloneStore, Info, LabelStore, Removal, Removed, SnapshotStore, Store};
 use cleat_backend::uri::{Encoded, StoreUri};
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -98,6 +99,11 @@ impl OpenPlace {
     /// Returns the snapshots of the store.
     pub(crate) fn snapshots(&self) -> Result<&dyn SnapshotStore> {
         self.store.snapshots().ok_or_else(|| self.missing("snapshots"))
+    }
+
+    /// Returns the group snapshots of the store.
+    pub(crate) fn group_snapshots(&self) -> Result<&dyn GroupSnapshotStore> {
+        self.store.group_snapshots().ok_or_else(|| self.missing("group snapshots"))
     }
 
     /// Returns the clones of the store.

@@ -43,7 +43,8 @@ const RPCS: [Rpc; 14] = [
     Rpc::ListVolumeHealth,
 ];
 
-fn checked<T>(result: Result<T>) -> Result<T, Status> {
+/// Converts the error of a check of a request.
+pub(crate) fn checked<T>(result: Result<T>) -> Result<T, Status> {
     result.map_err(|error| status::of(&error))
 }
 
@@ -51,7 +52,7 @@ fn checked<T>(result: Result<T>) -> Result<T, Status> {
 ///
 /// # Errors
 /// Returns `NotFound` for an id that this driver did not make.
-fn existing(id: &str) -> Result<VolumeId, Status> {
+pub(crate) fn existing(id: &str) -> Result<VolumeId, Status> {
     checked(volume_id::checked(id).and_then(|id| {
         VolumeId::parse(id).ok_or_else(|| {
             let message = format!("volume {id} does not exist: this driver did not make its id");

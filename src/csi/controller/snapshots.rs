@@ -11,6 +11,7 @@ use cleat_csi_api::Timestamp;
 use cleat_csi_api::csi::v1 as csi;
 
 use super::Controller;
+use super::group_id::GroupId;
 use super::labels::{of_snapshot, snapshot_key};
 use super::names;
 use super::places::{Located, OpenPlace, Place, on};
@@ -28,6 +29,7 @@ impl Controller {
     pub(crate) fn snapshot(&self, place: &Place, volume: &str, found: &Snapshot) -> csi::Snapshot {
         let volume = place.id(&self.node, volume);
         let source_volume_id = volume.to_string();
+        let group = GroupId::of_snapshot(&found.name);
         let id = SnapshotId { volume, snapshot: found.name.clone() };
         csi::Snapshot {
             size_bytes: signed(found.size_bytes),
@@ -35,6 +37,7 @@ impl Controller {
             source_volume_id,
             creation_time: Some(Timestamp { seconds: found.created_at_s, nanos: 0 }),
             ready_to_use: true,
+            group_snapshot_id: group.map_or_else(String::new, |group| group.to_string()),
             ..csi::Snapshot::default()
         }
     }
@@ -82,18 +85,28 @@ impl Controller {
         stored: &str,
         secrets: &Secrets,
     ) -> Result<()> {
-        check_volumes(open, Some(&located.name), stored)?;
+        let is_same = |snapshot: &str| snapshot == stored;
+        check_volumes(open, Some(&located.name), &is_same)?;
+        self.check_other_places(&[&located.place], secrets, &is_same)
+    }
+
+    /// Checks that no volume in another place than `checked` has a snapshot whose name is in `conflict`. All places
+    /// are in the storage of the first one.
+    pub(crate) fn check_other_places(
+        &self,
+        checked: &[&Place],
+        secrets: &Secrets,
+        conflict: &dyn Fn(&str) -> bool,
+    ) -> Result<()> {
         for place in self.places()? {
-            if place == located.place || !place.can_clone_from(&located.place) {
+            let is_reached = checked.first().is_some_and(|first| place.can_clone_from(first));
+            if checked.contains(&&place) || !is_reached {
                 continue;
             }
-            let checked =
-                self.open(&place, secrets).and_then(|open| check_volumes(&open, None, stored));
-            match checked {
+            match self.open(&place, secrets).and_then(|open| check_volumes(&open, None, conflict)) {
                 Err(error) if error.kind() == ErrorKind::AlreadyExists => return Err(error),
                 Err(error) => {
-                    let report = error.report();
-                    tracing::warn!("cannot search {place} for a snapshot {stored}: {report}");
+                    tracing::warn!("cannot search {place} for a snapshot: {}", error.report());
                 }
                 Ok(()) => {}
             }
@@ -102,7 +115,16 @@ impl Controller {
     }
 
     /// Removes a snapshot. One that does not exist is success.
+    ///
+    /// # Errors
+    /// Returns `InvalidArgument` for a snapshot of a group.
     pub(crate) fn delete_snapshot(&self, id: &SnapshotId, secrets: &Secrets) -> Answer<()> {
+        if let Some(group) = GroupId::of_snapshot(&id.snapshot) {
+            let message = format!("the snapshot {id} belongs to the group snapshot {group}");
+            return Err(Error::new(ErrorKind::InvalidArgument, message)
+                .with_repair("delete the group snapshot")
+                .into());
+        }
         let Located { place, name } = self.locate(&id.volume)?;
         let open = match self.open(&place, secrets) {
             Ok(open) => open,
@@ -136,8 +158,9 @@ impl Controller {
     }
 }
 
-/// The parameters of a VolumeSnapshotClass that ceph-csi has. They have no effect: the source says where it is.
-const PARAMETERS: [&str; 3] = ["clusterID", "pool", "snapshotNamePrefix"];
+/// The parameters of a VolumeSnapshotClass or VolumeGroupSnapshotClass that ceph-csi has. They have no effect: the
+/// source says where it is.
+const PARAMETERS: [&str; 4] = ["clusterID", "pool", "snapshotNamePrefix", "volumeGroupNamePrefix"];
 
 /// Checks the parameters of a VolumeSnapshotClass.
 ///
@@ -152,17 +175,24 @@ pub(crate) fn check_parameters(parameters: &BTreeMap<String, String>) -> Result<
         PARAMETERS.join(", ")
     );
     Err(Error::new(ErrorKind::InvalidArgument, message)
-        .with_repair("correct the parameters of the VolumeSnapshotClass"))
+        .with_repair("correct the parameters of the class of the snapshot"))
 }
 
 /// Returns whether a snapshot is one for callers: neither a step of another call, nor one that a feature of the
 /// storage keeps for itself.
 pub(crate) fn is_listed(snapshot: &Snapshot) -> bool {
-    snapshot.kind == "user" && !names::is_clone_snapshot(&snapshot.name)
+    snapshot.kind == "user" && !names::is_step(&snapshot.name)
 }
 
-/// Checks that no volume of a place but `except` has a snapshot of this name.
-fn check_volumes(open: &OpenPlace, except: Option<&str>, stored: &str) -> Result<()> {
+/// Checks that no volume of a place but `except` has a snapshot whose name is in `conflict`.
+///
+/// # Errors
+/// Returns `AlreadyExists` with the snapshot, and the errors of the storage.
+pub(crate) fn check_volumes(
+    open: &OpenPlace,
+    except: Option<&str>,
+    conflict: &dyn Fn(&str) -> bool,
+) -> Result<()> {
     let mut after = None;
     loop {
         let page = Page { after, limit: PAGE, details: false };
@@ -177,8 +207,8 @@ fn check_volumes(open: &OpenPlace, except: Option<&str>, stored: &str) -> Result
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
                 Err(error) => return Err(error),
             };
-            if snapshots.iter().any(|snapshot| snapshot.name == stored) {
-                let message = format!("the snapshot {stored} exists, of {}", entry.uri);
+            if let Some(found) = snapshots.iter().find(|snapshot| conflict(&snapshot.name)) {
+                let message = format!("the snapshot {} exists, of {}", found.name, entry.uri);
                 return Err(
                     Error::new(ErrorKind::AlreadyExists, message).with_repair("use another name")
                 );

@@ -329,10 +329,8 @@ impl Controller {
                 .with_repair("end the pods that use it")
                 .into());
         }
-        // A creation of a clone that was killed, and not repeated, has left one.
-        for snapshot in
-            info.snapshots.iter().filter(|snapshot| names::is_clone_snapshot(&snapshot.name))
-        {
+        // A creation of a clone or of a group snapshot that was killed, and not repeated, has left one.
+        for snapshot in info.snapshots.iter().filter(|snapshot| names::is_step(&snapshot.name)) {
             open.snapshots()?.remove(&name, &snapshot.name)?;
         }
         open.remove(&name)?;
