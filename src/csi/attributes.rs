@@ -49,6 +49,9 @@ const CREATION: [&str; 11] = [
 /// The field of the publish context with the generation of the grant.
 const GENERATION: &str = "generation";
 
+/// The field of the publish context that says that the node may only read.
+pub(crate) const READ_ONLY: &str = "readOnly";
+
 /// The attributes of a volume.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Attributes {
@@ -67,6 +70,8 @@ pub(crate) struct Attributes {
     pub(crate) encrypted: bool,
     /// The generation of the grant with which the controller has published the volume; 0 without one.
     pub(crate) generation: u64,
+    /// Whether the controller has published the volume for reading only.
+    pub(crate) read_only: bool,
 }
 
 impl Attributes {
@@ -100,7 +105,12 @@ impl Attributes {
             all.remove(GENERATION);
         }
         let generation = generation.transpose()?.unwrap_or_default();
-        Ok(Self { generation, ..Self::parse(&all)? })
+        let read_only = published.get(READ_ONLY).map(|value| flag(READ_ONLY, value)).transpose()?;
+        if read_only.is_some() {
+            all.remove(READ_ONLY);
+        }
+        let read_only = read_only.unwrap_or_default();
+        Ok(Self { generation, read_only, ..Self::parse(&all)? })
     }
 
     /// Stores one attribute. Returns whether it is known.

@@ -48,6 +48,9 @@ impl Identity for IdentityService {
             of(capability::Type::Service(capability::Service {
                 r#type: service::Type::VolumeAccessibilityConstraints.into(),
             })),
+            of(capability::Type::Service(capability::Service {
+                r#type: service::Type::SnapshotAccessibilityConstraints.into(),
+            })),
             of(capability::Type::VolumeExpansion(capability::VolumeExpansion {
                 r#type: volume_expansion::Type::Online.into(),
             })),

@@ -7,7 +7,7 @@ use cleat_csi::Driver;
 use cleat_node::csi_config::CsiConfig;
 use serde_json::json;
 use test_kit::ceph::{ID, POOL, shared};
-use test_kit::csi_sanity::{self, Chosen};
+use test_kit::csi_sanity::{self, ATTACH_LIMIT, ATTACH_LIMIT_OPTION, Chosen};
 use test_kit::node::Machine;
 use test_kit::wait::wait_until;
 
@@ -37,7 +37,7 @@ fn csi_sanity_of_the_controller_over_rbd() {
         directories: [("default".to_owned(), machine.directory.path().to_owned())].into(),
         ..CsiConfig::default()
     };
-    let driver = Driver::new(config, "node".to_owned(), supervisor.executor(), 64);
+    let driver = Driver::new(config, "node".to_owned(), supervisor.executor(), ATTACH_LIMIT);
     supervisor.spawn(driver.with_controller(REGISTRY).serve());
     wait_until("the driver serves", || machine.path("csi.sock").exists());
 
@@ -49,12 +49,12 @@ fn csi_sanity_of_the_controller_over_rbd() {
         .arg(format!("--csi.testvolumeparameters={}", parameters.display()))
         .args([format!("--csi.testvolumesize={}", 64 << 20)])
         .args([format!("--csi.testvolumeexpandsize={}", 128 << 20)])
-        .args(["--ginkgo.no-color", &Chosen::Others.option()])
+        .args([ATTACH_LIMIT_OPTION, "--ginkgo.no-color", &Chosen::Others.option()])
         .arg(format!("--ginkgo.json-report={}", report.display()))
         .output()
         .unwrap();
     assert!(report.exists(), "csi-sanity did not run: {output:?}");
-    csi_sanity::check(&report, "rbd, without a kernel", Chosen::Others);
+    csi_sanity::check(&report, "rbd, without a kernel", Chosen::Others, true);
     let left = shared().rbd(&["ls", &format!("{POOL}/sanity")]).unwrap();
     assert!(left.is_empty(), "left: {}", String::from_utf8_lossy(&left));
 }

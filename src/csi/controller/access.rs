@@ -1,9 +1,9 @@
 //! ControllerPublishVolume, ControllerUnpublishVolume and ValidateVolumeCapabilities: which node may use a volume.
 //!
 //! [`Controller::decide`] and [`Controller::release`] are the only places that decide. They know this node, what
-//! this process has mapped, and what the storage says about a claim; nothing is remembered between calls. So two
-//! things cannot be decided here yet: a volume is not fenced for another node, and a node other than this one is
-//! not known to exist.
+//! this process has mapped, and what the storage says about a claim. So two things cannot be decided here: a volume
+//! is not fenced for another node, and a node other than this one is not known to exist. `published` stores which
+//! volumes this node may use, and in which mode.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +19,7 @@ use super::parameters::Mutable;
 use super::places::{Located, Place};
 use super::refused::Answer;
 use super::volumes::missing;
-use crate::attributes::Attributes;
+use crate::attributes::{Attributes, READ_ONLY};
 use crate::capability::Capability;
 use crate::secrets::Secrets;
 use crate::volume_id::VolumeId;
@@ -37,7 +37,7 @@ struct Claim {
 }
 
 /// Returns the node with the active claim of a volume.
-fn holder(info: &Info) -> Option<String> {
+pub(crate) fn holder(info: &Info) -> Option<String> {
     let claim: Claim = serde_json::from_value(info.claim.clone()?).ok()?;
     (Some(&claim.image) == info.id.as_ref() && !claim.released).then_some(claim.node)
 }
@@ -69,19 +69,36 @@ pub(crate) fn check_capability(
     }
 }
 
+/// How a node wants to use a volume.
+pub(crate) struct Wanted {
+    pub(crate) capability: Option<csi::VolumeCapability>,
+    pub(crate) read_only: bool,
+}
+
+/// Returns the publish context of a volume with these mutable parameters.
+fn published_context(
+    mut mutable: BTreeMap<String, String>,
+    read_only: bool,
+) -> BTreeMap<String, String> {
+    if read_only {
+        mutable.insert(READ_ONLY.to_owned(), "true".to_owned());
+    }
+    mutable
+}
+
 impl Controller {
     /// Permits a node to use a volume. Returns what the node needs to know besides the volume's attributes: the
-    /// present values of mutable parameters.
+    /// present values of mutable parameters, and whether the node may only read.
     pub(crate) fn publish(
         &self,
         id: &str,
         node: &str,
-        capability: Option<csi::VolumeCapability>,
+        wanted: Wanted,
         attributes: &Attributes,
         secrets: &Secrets,
     ) -> Answer<BTreeMap<String, String>> {
         let Some(parsed) = VolumeId::parse(id) else {
-            check_capability(None, capability)?;
+            check_capability(None, wanted.capability)?;
             if attributes.uri.is_none() && !attributes.static_volume {
                 let message =
                     format!("volume {id} does not exist: this driver did not make its id");
@@ -89,13 +106,16 @@ impl Controller {
             }
             // A static volume, which the node finds by its attributes.
             self.decide(id, node, None)?;
-            return Ok(BTreeMap::new());
+            return Ok(published_context(BTreeMap::new(), wanted.read_only));
         };
         let Located { place, name } = self.locate(&parsed)?;
-        check_capability(Some(&place), capability)?;
-        let info = self.open(&place, secrets)?.find(&name)?.ok_or_else(|| missing(&parsed))?;
+        check_capability(Some(&place), wanted.capability)?;
+        let open = self.open(&place, secrets)?;
+        let info = open.find(&name)?.ok_or_else(|| missing(&parsed))?;
         self.decide(id, node, Some(&info))?;
-        Ok(Made::read(&info).map(|made| made.mutable).unwrap_or_default())
+        self.store_published(id, &info, &open, wanted.read_only, secrets)?;
+        let mutable = Made::read(&info).map(|made| made.mutable).unwrap_or_default();
+        Ok(published_context(mutable, wanted.read_only))
     }
 
     /// Decides whether `node` may use a volume now. `info` is `None` for a static volume.
@@ -133,12 +153,16 @@ impl Controller {
             return Ok(());
         }
         let Located { place, name } = self.locate(&parsed)?;
-        let info = match self.open(&place, secrets).and_then(|open| open.find(&name)) {
-            Ok(info) => info,
+        let found = match self.open(&place, secrets) {
+            Ok(open) => open.find(&name)?.map(|info| (open, info)),
             Err(error) if error.kind() == ErrorKind::NotFound => None,
             Err(error) => return Err(error.into()),
         };
-        Ok(self.release(id, node, info.as_ref())?)
+        self.release(id, node, found.as_ref().map(|(_, info)| info))?;
+        if let Some((open, info)) = found {
+            self.remove_published(id, &info, &open, node)?;
+        }
+        Ok(())
     }
 
     /// Decides whether it is proved that `node` does not write to a volume any more. `info` is `None` for a static

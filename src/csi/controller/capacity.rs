@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use cleat_core::error::{Error, ErrorKind};
+use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_csi_api::csi::v1 as csi;
 
 use super::Controller;
@@ -37,6 +37,39 @@ impl Controller {
             let message = format!("the free space of {place} is not known");
             Error::new(ErrorKind::Unsupported, message).into()
         })
+    }
+
+    /// Checks that a volume in `place`, and those made from its snapshots, can be accessed where a request requires.
+    ///
+    /// # Errors
+    /// Returns `NoSpace`, the specification's code, if they can be accessed on this node only, and the request
+    /// requires another one.
+    pub(crate) fn check_topology(
+        &self,
+        place: &Place,
+        required: Option<csi::TopologyRequirement>,
+    ) -> Result<()> {
+        let required = required.unwrap_or_default();
+        let wanted =
+            if required.requisite.is_empty() { required.preferred } else { required.requisite };
+        let is_elsewhere = !wanted.is_empty() && !wanted.iter().any(|place| self.is_here(place));
+        if !place.is_local() || !is_elsewhere {
+            return Ok(());
+        }
+        let message =
+            format!("file volumes and their snapshots can only be made on the node {}", self.node);
+        Err(Error::new(ErrorKind::NoSpace, message).with_repair(
+            "call the controller of a wanted node (--node-deployment of csi-provisioner and \
+             csi-snapshotter)",
+        ))
+    }
+
+    /// Returns where the volumes of `place` can be accessed, and so where its snapshots can be used: on this node,
+    /// or everywhere.
+    pub(crate) fn topology(&self, place: &Place) -> Vec<csi::Topology> {
+        let here =
+            || csi::Topology { segments: [(self.config.topology_key(), self.node.clone())].into() };
+        if place.is_local() { vec![here()] } else { Vec::new() }
     }
 
     /// Returns whether a topology is that of this node, or contains it.

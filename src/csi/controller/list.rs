@@ -3,24 +3,25 @@
 //! A token is the id of the last entry of a page. The next page begins after it, also if that volume or snapshot
 //! does not exist any more.
 
+use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 
-use cleat_backend::store::{Info, Page, Snapshot};
+use cleat_backend::store::{Info, Snapshot};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_csi_api::csi::v1 as csi;
 use csi::list_volumes_response as volumes;
 
 use super::Controller;
+use super::access::holder;
 use super::labels::Made;
-use super::places::{Located, OpenPlace, Place};
+use super::places::{Located, Place};
+use super::published;
 use super::refused::{Answer, Refused};
 use super::snapshot_id::SnapshotId;
 use super::snapshots::is_listed;
+use super::walk::visit_place;
 use crate::secrets::Secrets;
 use crate::volume_id::VolumeId;
-
-/// The number of volumes that are listed at a time.
-const PAGE: usize = 256;
 
 /// The beginnings of tokens, so that a token of one list is not valid in another one.
 const VOLUMES: &str = "volume:";
@@ -93,7 +94,7 @@ impl Controller {
         self.walk(start, &Secrets::default(), &mut |place, info| {
             let Some(made) = Made::read(info) else { return Ok(ControlFlow::Continue(())) };
             let id = place.id(&self.node, &info.name).to_string();
-            let published_node_ids = self.publishing_nodes(&id);
+            let published_node_ids = self.publishing_nodes(&id, info);
             Ok(page.add(&id, || volumes::Entry {
                 volume: Some(self.volume(place, info, &made)),
                 status: Some(volumes::VolumeStatus { published_node_ids }),
@@ -205,9 +206,13 @@ impl Controller {
         Ok(page.finish(SNAPSHOTS))
     }
 
-    /// Returns the nodes on which this process knows a volume to be mapped.
-    pub(crate) fn publishing_nodes(&self, id: &str) -> Vec<String> {
-        self.local.health(id).map(|_| self.node.clone()).into_iter().collect()
+    /// Returns the nodes that may use a volume: those to which it is published, the one with its claim, and this
+    /// one if it has mapped the volume.
+    pub(crate) fn publishing_nodes(&self, id: &str, info: &Info) -> Vec<String> {
+        let here = self.local.health(id).map(|_| self.node.clone());
+        let published = published::nodes(info).map(str::to_owned);
+        let all: BTreeSet<String> = published.chain(holder(info)).chain(here).collect();
+        all.into_iter().collect()
     }
 
     /// Parses the token of a list of volumes.
@@ -262,41 +267,6 @@ impl Controller {
         }
         Ok(())
     }
-}
-
-fn visit_place(
-    place: &Place,
-    open: &OpenPlace,
-    mut after: Option<String>,
-    visit: &mut dyn FnMut(&Place, &Info) -> Answer<ControlFlow<()>>,
-) -> Answer<ControlFlow<()>> {
-    loop {
-        let listing = open.store().list(&Page { after, limit: PAGE, details: false })?;
-        for entry in listing.volumes {
-            let info = match open.find(&entry.name) {
-                Ok(Some(info)) => info,
-                // The volume was removed since the list was read, or it exists in part.
-                Ok(None) => continue,
-                Err(error) if affects_all(error.kind()) => return Err(error.into()),
-                Err(error) => {
-                    tracing::warn!(volume = entry.uri, "not listed: {}", error.report());
-                    continue;
-                }
-            };
-            if visit(place, &info)?.is_break() {
-                return Ok(ControlFlow::Break(()));
-            }
-        }
-        match listing.next {
-            Some(next) => after = Some(next),
-            None => return Ok(ControlFlow::Continue(())),
-        }
-    }
-}
-
-/// Returns whether an error affects all volumes of a place, each of which would wait for the same timeout.
-fn affects_all(kind: ErrorKind) -> bool {
-    matches!(kind, ErrorKind::TimedOut | ErrorKind::Unavailable | ErrorKind::Fenced)
 }
 
 /// Returns the snapshots of a volume in the order of their names, which is that of lists.

@@ -15,6 +15,9 @@ pub(crate) trait Local: Send + Sync {
     /// Returns what is wrong with a volume on this node; `None` if it is not mapped here. Never blocks.
     fn health(&self, id: &str) -> Option<Vec<VolumeHealthEntry>>;
 
+    /// Returns the number of volumes that this node can have at the same time. Never blocks.
+    fn attach_limit(&self) -> usize;
+
     /// Changes the outage policy and the rate limits of a volume. Returns whether it is mapped here.
     async fn set_policy(&self, id: &str, change: policy::Change, deadline: Instant)
     -> Result<bool>;
@@ -25,6 +28,10 @@ impl Local for Driver {
     fn health(&self, id: &str) -> Option<Vec<VolumeHealthEntry>> {
         let mapping = self.executor.register().get(&mapping_name(id))?;
         Some(health::of_volume(&mapping.view()))
+    }
+
+    fn attach_limit(&self) -> usize {
+        Self::attach_limit(self)
     }
 
     async fn set_policy(

@@ -25,6 +25,7 @@ mod modify;
 mod names;
 mod parameters;
 mod places;
+mod published;
 mod refused;
 mod service;
 mod size;
@@ -33,6 +34,7 @@ mod snapshots;
 #[cfg(test)]
 mod tests;
 mod volumes;
+mod walk;
 
 use std::future::Future;
 use std::sync::Arc;
@@ -49,6 +51,7 @@ use crate::busy::{Busy, Claimed};
 use crate::threads::Threads;
 use connections::Connections;
 use local::Local;
+use published::PublishedHere;
 use refused::Answer;
 pub(crate) use service::ControllerService;
 
@@ -70,6 +73,7 @@ pub(crate) struct Controller {
     busy: Busy,
     threads: Threads,
     connections: Connections<Box<dyn Store>>,
+    published: PublishedHere,
 }
 
 impl Controller {
@@ -82,7 +86,8 @@ impl Controller {
     ) -> Self {
         let threads = Threads::new(MAX_THREADS);
         let (busy, connections) = (Busy::default(), Connections::default());
-        Self { config, node, registry, local, busy, threads, connections }
+        let published = PublishedHere::default();
+        Self { config, node, registry, local, busy, threads, connections, published }
     }
 
     /// Runs `call` as a task of its own, with the volumes and names `keys` busy, so that a caller that disconnects

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
 use super::Controller;
-use super::access::check_capability;
+use super::access::{Wanted, check_capability};
 use super::list::Paged;
 use super::names;
 use super::parameters::Mutable;
@@ -24,11 +24,12 @@ use crate::secrets::Secrets;
 use crate::volume_id::{self, VolumeId};
 use crate::{deadline, status};
 
-/// The calls that this driver announces. PUBLISH_READONLY and LIST_VOLUMES_PUBLISHED_NODES are not among them: the
-/// controller does not store which node may use a volume.
-const RPCS: [Rpc; 14] = [
+/// The calls that this driver announces.
+const RPCS: [Rpc; 16] = [
     Rpc::CreateDeleteVolume,
     Rpc::PublishUnpublishVolume,
+    Rpc::PublishReadonly,
+    Rpc::ListVolumesPublishedNodes,
     Rpc::ListVolumes,
     Rpc::GetCapacity,
     Rpc::CreateDeleteSnapshot,
@@ -76,18 +77,7 @@ impl Controller {
         for capability in request.volume_capabilities {
             check_capability(Some(&parameters.place), Some(capability))?;
         }
-        let topology = request.accessibility_requirements.unwrap_or_default();
-        let wanted =
-            if topology.requisite.is_empty() { topology.preferred } else { topology.requisite };
-        let is_elsewhere = !wanted.is_empty() && !wanted.iter().any(|place| self.is_here(place));
-        if parameters.place.is_local() && is_elsewhere {
-            let message = format!("a file volume can only be created on the node {}", self.node);
-            return Err(Error::new(ErrorKind::NoSpace, message)
-                .with_repair(
-                    "call the controller of a wanted node (--node-deployment of csi-provisioner)",
-                )
-                .into());
-        }
+        self.check_topology(&parameters.place, request.accessibility_requirements)?;
         let source = request.volume_content_source.as_ref().map(Origin::parse).transpose()?;
         let range = Range::parse(request.capacity_range)?;
         Ok(NewVolume { name: request.name, range, parameters, source })
@@ -181,7 +171,8 @@ impl Service for ControllerService {
             return Err(Status::invalid_argument("the request has no volume capability"));
         }
         let attributes = checked(Attributes::parse(&request.volume_context))?;
-        let (node, wanted) = (request.node_id, request.volume_capability);
+        let (capability, read_only) = (request.volume_capability, request.readonly);
+        let (node, wanted) = (request.node_id, Wanted { capability, read_only });
         let key = [id.clone()];
         self.0
             .blocking("ControllerPublishVolume", &key, deadline, move |this| {
@@ -306,10 +297,12 @@ impl Service for ControllerService {
         &self,
         _: Request<csi::ControllerGetCapabilitiesRequest>,
     ) -> Result<Response<csi::ControllerGetCapabilitiesResponse>, Status> {
-        let announced = RPCS.map(|rpc| csi::ControllerServiceCapability {
+        let rpcs = RPCS.into_iter();
+        let rpcs = rpcs.filter(|rpc| !self.0.config.grants || *rpc != Rpc::PublishReadonly);
+        let announced = rpcs.map(|rpc| csi::ControllerServiceCapability {
             r#type: Some(capability::Type::Rpc(capability::Rpc { r#type: rpc.into() })),
         });
-        let capabilities = announced.into();
+        let capabilities = announced.collect();
         Ok(Response::new(csi::ControllerGetCapabilitiesResponse { capabilities }))
     }
 
@@ -325,8 +318,10 @@ impl Service for ControllerService {
         let id = existing(&request.source_volume_id)?;
         let (name, volume) = (request.name, request.source_volume_id);
         let keys = [volume, format!("snapshot {name}")];
+        let topology = request.accessibility_requirements;
         self.0
             .blocking("CreateSnapshot", &keys, deadline, move |this| {
+                this.check_topology(&this.locate(&id)?.place, topology)?;
                 let snapshot = Some(this.create_snapshot(&id, &name, &secrets)?);
                 Ok(csi::CreateSnapshotResponse { snapshot })
             })
@@ -423,8 +418,8 @@ impl Service for ControllerService {
         self.0
             .blocking("ControllerGetVolume", &[], deadline, move |this| {
                 use csi::controller_get_volume_response::VolumeStatus;
-                let volume = Some(this.get_volume(&id, &Secrets::default())?);
-                let published_node_ids = this.publishing_nodes(&request.volume_id);
+                let (volume, published_node_ids) = this.get_volume(&id, &Secrets::default())?;
+                let volume = Some(volume);
                 let status = Some(VolumeStatus { published_node_ids });
                 Ok(csi::ControllerGetVolumeResponse { volume, status })
             })

@@ -38,7 +38,7 @@ impl Controller {
             creation_time: Some(Timestamp { seconds: found.created_at_s, nanos: 0 }),
             ready_to_use: true,
             group_snapshot_id: group.map_or_else(String::new, |group| group.to_string()),
-            ..csi::Snapshot::default()
+            accessible_topology: self.topology(place),
         }
     }
 

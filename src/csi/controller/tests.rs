@@ -1,6 +1,7 @@
 //! Tests of each call with file volumes in a temporary directory. This node is `n1`.
 
 mod killed;
+mod published;
 mod snapshots;
 mod stepped;
 mod volumes;
@@ -40,10 +41,17 @@ struct FakeNode {
     changes: Mutex<Vec<(String, policy::Change)>>,
 }
 
+/// The number of volumes that the node of these tests can have.
+const LIMIT: usize = 4;
+
 #[tonic::async_trait]
 impl Local for FakeNode {
     fn health(&self, id: &str) -> Option<Vec<VolumeHealthEntry>> {
         self.mapped.lock().unwrap().get(id).cloned()
+    }
+
+    fn attach_limit(&self) -> usize {
+        LIMIT
     }
 
     async fn set_policy(&self, id: &str, change: policy::Change, _: Instant) -> Result<bool> {

@@ -126,14 +126,12 @@ impl Controller {
     pub(crate) fn volume(&self, place: &Place, info: &Info, made: &Made) -> csi::Volume {
         let mut volume_context = attributes(&made.parameters);
         volume_context.extend(made.mutable.clone());
-        let topology =
-            csi::Topology { segments: [(self.config.topology_key(), self.node.clone())].into() };
         csi::Volume {
             capacity_bytes: signed(info.size_bytes),
             volume_id: place.id(&self.node, &info.name).to_string(),
             volume_context,
             content_source: made.source.as_deref().map(content_source),
-            accessible_topology: if place.is_local() { vec![topology] } else { Vec::new() },
+            accessible_topology: self.topology(place),
         }
     }
 
@@ -334,18 +332,24 @@ impl Controller {
             open.snapshots()?.remove(&name, &snapshot.name)?;
         }
         open.remove(&name)?;
+        self.leave_place(&id.to_string());
         Ok(())
     }
 
-    /// Describes a volume of this driver.
+    /// Describes a volume of this driver, with the nodes that may use it.
     ///
     /// # Errors
     /// Returns `NotFound` if it does not exist, or if this driver did not make it.
-    pub(crate) fn get_volume(&self, id: &VolumeId, secrets: &Secrets) -> Answer<csi::Volume> {
+    pub(crate) fn get_volume(
+        &self,
+        id: &VolumeId,
+        secrets: &Secrets,
+    ) -> Answer<(csi::Volume, Vec<String>)> {
         let Located { place, name } = self.locate(id)?;
         let info = self.open(&place, secrets)?.find(&name)?.ok_or_else(|| missing(id))?;
         let made = Made::read(&info).ok_or_else(|| missing(id))?;
-        Ok(self.volume(&place, &info, &made))
+        let nodes = self.publishing_nodes(&id.to_string(), &info);
+        Ok((self.volume(&place, &info, &made), nodes))
     }
 
     /// Makes a volume at least as large as the range requires, and returns its size in bytes.

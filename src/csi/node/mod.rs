@@ -48,6 +48,18 @@ pub(crate) struct Wanted {
     pub(crate) secrets: Arc<Secrets>,
 }
 
+impl Wanted {
+    fn new(
+        id: &str,
+        attributes: Attributes,
+        mut capability: Capability,
+        secrets: Arc<Secrets>,
+    ) -> Self {
+        capability.read_only |= attributes.read_only;
+        Self { id: id.to_owned(), attributes, capability, secrets }
+    }
+}
+
 /// The Node service of a driver.
 #[derive(Clone)]
 pub(crate) struct NodeService {
@@ -119,7 +131,7 @@ impl Node for NodeService {
         let secrets = Arc::new(checked(Secrets::take(request.secrets))?);
         let (context, published) = (&request.volume_context, &request.publish_context);
         let attributes = checked(Attributes::parse_published(context, published))?;
-        let wanted = Wanted { id: id.clone(), attributes, capability, secrets };
+        let wanted = Wanted::new(&id, attributes, capability, secrets);
         self.exclusive("NodeStageVolume", &id, deadline, |driver| async move {
             stage::stage(&driver, &wanted, &path, deadline).await?;
             Ok(csi::NodeStageVolumeResponse {})
@@ -155,7 +167,7 @@ impl Node for NodeService {
         let secrets = Arc::new(checked(Secrets::take(request.secrets))?);
         let (context, published) = (&request.volume_context, &request.publish_context);
         let attributes = checked(Attributes::parse_published(context, published))?;
-        let wanted = Wanted { id: id.clone(), attributes, capability, secrets };
+        let wanted = Wanted::new(&id, attributes, capability, secrets);
         let read_only = request.readonly;
         self.exclusive("NodePublishVolume", &id, deadline, |driver| async move {
             let target = publish::Target { staging: &staging, path: &target, read_only };

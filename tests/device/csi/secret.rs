@@ -18,7 +18,7 @@ const VOLUME: &str = "with-a-secret";
 /// The key reaches each worker, also one that a later daemon starts, and is nowhere on a disk.
 pub(super) fn names_the_client() {
     image(VOLUME, "64M");
-    let mut scene = with_cluster(json!({}));
+    let mut scene = with_cluster(json!({}), "");
     let keyring = cluster().keyring(ID);
     let key = shell(&format!("sed -n 's/^[[:space:]]*key *= *//p' {}", keyring.display()));
     assert!(key.len() > 30, "the keyring of {ID} has no key");
