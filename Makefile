@@ -31,7 +31,7 @@ SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.
 
 .DEFAULT_GOAL := build
 .PHONY: help build release demo test unit tests vm-image comparison soak \
-	soak-device soak-simulation soak-models soak-fights soak-fuzz bench install \
+	soak-device soak-simulation soak-models soak-fights soak-controller soak-fuzz bench install \
 	uninstall clean control-plane image deps-build deps-test device $(SUITES)
 
 help: ## List the targets
@@ -108,10 +108,12 @@ SOAK_FIGHTS ?= 300
 SOAK_REPEAT ?= 30
 SOAK_VERIFY_S ?= 300
 SOAK_FUZZ_S ?= 3600
+# The numbers of volumes that the controller attaches and detaches.
+SOAK_VOLUMES ?= 100,1000
 
 soak: deps-test ## The same tests with larger numbers, for a night (see CONTRIBUTING.md)
 	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) vm-image tests / \
-		soak-device soak-simulation soak-models soak-fights soak-fuzz
+		soak-device soak-simulation soak-models soak-fights soak-controller soak-fuzz
 
 soak-device:
 	CLEAT_REPEAT=$(SOAK_REPEAT) CLEAT_VERIFY_SECONDS=$(SOAK_VERIFY_S) $(CARGO_TEST) --test device
@@ -125,6 +127,9 @@ soak-models:
 
 soak-fights:
 	CLEAT_TEST_FIGHTS=$(SOAK_FIGHTS) $(CARGO_TEST) --test system -- no_write_of_a_fenced_worker
+
+soak-controller:
+	CLEAT_TEST_VOLUMES=$(SOAK_VOLUMES) $(CARGO_TEST) --test kube -- scale:: --nocapture
 
 soak-fuzz:
 	end=$$(($$(date +%s) + $(SOAK_FUZZ_S))); while [ $$(date +%s) -lt $$end ]; do \

@@ -78,8 +78,17 @@ impl Controller {
 
     /// Returns how often it has looked at an object.
     pub(crate) fn syncs(&self) -> u64 {
+        self.sum("cleat_controller_syncs_total{")
+    }
+
+    /// Returns how many writes of objects have succeeded.
+    pub(crate) fn writes(&self) -> u64 {
+        self.sum("cleat_controller_writes_total{")
+    }
+
+    fn sum(&self, metric: &str) -> u64 {
         let text = get(self.port, "/metrics");
-        let counts = text.lines().filter(|line| line.starts_with("cleat_controller_syncs_total{"));
+        let counts = text.lines().filter(|line| line.starts_with(metric));
         counts.map(|line| line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()).sum()
     }
 

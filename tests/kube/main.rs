@@ -28,4 +28,5 @@ mod leader;
 mod node;
 mod rbd;
 mod rights;
+mod scale;
 mod storage;
