@@ -29,6 +29,7 @@ use crate::nodes;
 use crate::persistent_volumes;
 use crate::queue::{CONFLICT, FAILED, Next};
 use crate::server::Role;
+use crate::sweep;
 use crate::volumes;
 
 /// The time between two updates of the gauges.
@@ -76,6 +77,7 @@ pub(crate) async fn lead(cluster: Arc<Cluster>, role: &watch::Sender<Role>) {
         }
     }
     role.send_replace(Role::Leader);
+    tasks.spawn(sweep::run(Arc::clone(&cluster)));
     if let Some(server) = &cluster.config.calls {
         tasks.spawn(server.serve(Arc::new(OfLeader::new(&cluster))));
     }

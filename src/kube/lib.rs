@@ -42,6 +42,7 @@ pub mod rights;
 mod server;
 mod source;
 pub mod storage;
+mod sweep;
 mod volumes;
 
 pub use call_server::{CallAnswer, CallServer, Calls, Publish};

@@ -262,3 +262,42 @@ fn row_36_two_controllers_grant_a_volume_once() {
         assert_eq!(attached.count(), 8);
     });
 }
+
+#[test]
+fn row_38_a_leader_removes_grants_that_nobody_needs() {
+    run(async |world: World| {
+        let controller = world.controller();
+        let node = world.node("a").await;
+        // The volumes of pods that have ended: without a claim, with one, and one that is still used.
+        let handles = ["shared/gone", "shared/claimed", "shared/used"];
+        let mut attachments = Vec::new();
+        for handle in handles {
+            let mut spec = world.spec(handle);
+            spec.as_object_mut().unwrap().remove("capacity");
+            let source = json!({ "inlineVolumeSpec": spec });
+            let name = world.attach_source(&source, &handle.replace('/', "-"), &node).await;
+            let generation = world.attached(&name).await;
+            world.mount(handle, &node, generation).await;
+            attachments.push((name, generation));
+        }
+        for (handle, (name, generation)) in handles.iter().zip(&attachments).take(2) {
+            world.detach(name).await;
+            world.revoked(handle, &node).await;
+            world.release(handle, &node, *generation).await;
+            world.gone(name).await;
+        }
+        controller.stop().await;
+        let claimed = world.grant("shared/claimed").await.unwrap().stored().grant.spec.generation;
+        world.storage.image("shared/claimed").claim(&node, claimed.next()).unwrap();
+
+        let controller = world.controller();
+        eventually("the grant of the volume without a claim is removed", async || {
+            world.grant("shared/gone").await.is_none().then_some(())
+        })
+        .await;
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert!(world.grant("shared/claimed").await.is_some(), "the storage has a claim");
+        assert!(world.grant("shared/used").await.is_some(), "it is attached");
+        controller.stop().await;
+    });
+}

@@ -1,0 +1,91 @@
+//! The sweeper: removes grants that nobody needs any more, at the start of a leader and once a day. Such a grant is left
+//! when its PersistentVolume was deleted while no controller ran, or without its finalizer, and after an inline volume.
+//!
+//! A grant is removed only if all of this was read: no PersistentVolume has the volume, no VolumeAttachment asks for it,
+//! no node holds it, no fence waits for its node to clean up, and the storage has no claim of it or does not have it.
+//! The removal is conditional on the version of the grant from which this follows. The next generation of the volume is
+//! in the record at the storage, so a grant that is made anew later continues there.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use cleat_core::clock::{Clock, SystemClock};
+use cleat_core::error::{ErrorKind, Result};
+use kube::ResourceExt;
+use kube::api::{DeleteParams, Preconditions};
+
+use crate::api::{call, is_conflict, message};
+use crate::cluster::Cluster;
+use crate::grant::VolumeGrant;
+use crate::storage::Backing;
+
+/// The time between two sweeps.
+const PERIOD: Duration = Duration::from_secs(24 * 3600);
+
+/// The timeout of a call to the storage.
+const STORAGE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Sweeps until the future is dropped.
+pub(crate) async fn run(cluster: Arc<Cluster>) {
+    loop {
+        let mut removed = 0_usize;
+        for grant in cluster.grants.mirror.all() {
+            match sweep(&cluster, &grant).await {
+                Ok(is_removed) => removed += usize::from(is_removed),
+                Err(error) => {
+                    tracing::warn!(grant = grant.name_any(), "not swept: {}", message(&error));
+                }
+            }
+        }
+        tracing::info!(removed, "swept the grants");
+        tokio::time::sleep(PERIOD).await;
+    }
+}
+
+/// Removes a grant that nobody needs. Returns whether it has.
+async fn sweep(cluster: &Cluster, grant: &VolumeGrant) -> Result<bool> {
+    let name = grant.name_any();
+    let is_used = || {
+        !cluster.volumes.mirror.find(0, &name).is_empty()
+            || !cluster.attachments_of(&name).is_empty()
+    };
+    let is_held = !grant.spec.holders.is_empty() || !grant.status.grant.fences.is_empty();
+    if is_held || grant.metadata.deletion_timestamp.is_some() || is_used() {
+        return Ok(false);
+    }
+    if has_claims(cluster, grant).await? || is_used() {
+        return Ok(false);
+    }
+    let preconditions =
+        Preconditions { uid: grant.uid(), resource_version: grant.resource_version() };
+    let parameters = DeleteParams { preconditions: Some(preconditions), ..DeleteParams::default() };
+    let request = cluster.grants.api.delete(&name, &parameters);
+    match call(|| format!("cannot delete grant {name}"), request).await {
+        Ok(_) => {
+            cluster.metrics.write("delete");
+            tracing::info!(
+                grant = name,
+                volume = grant.volume(),
+                "removed a grant that nobody needs"
+            );
+            Ok(true)
+        }
+        Err(error) if is_conflict(&error) || error.kind() == ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Returns whether a node has claimed the volume at its storage. A volume that does not exist has no claims.
+async fn has_claims(cluster: &Cluster, grant: &VolumeGrant) -> Result<bool> {
+    let Some(handle) = grant.volume() else { return Ok(true) };
+    let Backing::Granted(storage) = cluster.storage.find(handle)? else { return Ok(true) };
+    let deadline = SystemClock.now() + STORAGE_TIMEOUT;
+    let running = tokio::task::spawn_blocking(move || storage.record(deadline));
+    match tokio::time::timeout(STORAGE_TIMEOUT, running).await {
+        Ok(Ok(Ok(record))) => Ok(!record.claims.is_empty()),
+        Ok(Ok(Err(error))) if error.kind() == ErrorKind::NotFound => Ok(false),
+        Ok(Ok(Err(error))) => Err(error),
+        // It did not answer in time: nothing is proved.
+        Ok(Err(_)) | Err(_) => Ok(true),
+    }
+}
