@@ -33,14 +33,17 @@ const EMPTY: Volume = Volume {
     read_only: false,
     block: false,
     group: 0,
+    encrypted: false,
     stale: false,
 };
-const VOLUMES: [Volume; 6] = [
+const VOLUMES: [Volume; 8] = [
     EMPTY,
     Volume { title: "ext4", content: filesystem(Kind::Ext4), group: 5, ..EMPTY },
     Volume { title: "xfs", content: filesystem(Kind::Xfs), ..EMPTY },
     Volume { title: "read-only", content: filesystem(Kind::Ext4), read_only: true, ..EMPTY },
     Volume { title: "stale mounts", content: filesystem(Kind::Ext4), stale: true, ..EMPTY },
+    Volume { title: "empty, to be encrypted", encrypted: true, ..EMPTY },
+    Volume { title: "encrypted", content: filesystem(Kind::Ext4), encrypted: true, ..EMPTY },
     Volume { title: "block", content: Stored::Data, block: true, ..EMPTY },
 ];
 
@@ -59,15 +62,25 @@ const CALLS: [(&[Call], Call, &[Call]); 6] = [
 const STEPS: [(Call, &[&str]); 5] = [
     (
         Call::Stage,
-        &["connect a device", "make the directory", "unmount", "format", "check", "mount", "grow"],
+        &[
+            "connect a device",
+            "make the directory",
+            "unmount",
+            "encrypt",
+            "unlock",
+            "format",
+            "check",
+            "mount",
+            "grow",
+        ],
     ),
     (
         Call::Publish,
         &["make the directory", "make the file", "change the group", "bind", "bind the device"],
     ),
-    (Call::Expand, &["a call that blocks", "grow"]),
+    (Call::Expand, &["a call that blocks", "grow the decrypted device", "grow"]),
     (Call::Unpublish, &["unmount", "remove"]),
-    (Call::Unstage, &["unmount", "flush the device", "disconnect the device"]),
+    (Call::Unstage, &["unmount", "lock", "flush the device", "disconnect the device"]),
 ];
 
 /// The names of the steps of each call, and the number of points at which it was killed.
@@ -183,7 +196,7 @@ impl Case {
             left.push(format!("{} records, {} workers", state.records, state.workers));
         }
         let is_kept = match self.volume.content {
-            Stored::Empty => true,
+            Stored::Empty | Stored::Encrypted => true,
             Stored::Filesystem { data, .. } => state.content.contains(&format!("data: {data}")),
             Stored::Data => state.content.contains("Data"),
         };

@@ -54,10 +54,14 @@ pub(super) async fn unlocked(
             ));
         }
     }
-    driver.host.unlock(&mapped.node, &name, passphrase, read_only, deadline).await?;
-    let made = driver.host.unlocked(&name, deadline).await?.map(Device::from);
-    made.ok_or_else(|| {
-        let message = format!("the device {name} of volume {id} has ended");
+    match driver.host.unlock(&mapped.node, &name, passphrase, read_only, deadline).await {
+        // A program of an earlier daemon has made it meanwhile.
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+        unlocked => unlocked?,
+    }
+    let made = driver.host.unlocked(&name, deadline).await?;
+    made.filter(|made| made.below == [mapped.number]).map(Device::from).ok_or_else(|| {
+        let message = format!("the device {name} of volume {id} has ended or is on another device");
         Error::new(ErrorKind::Unavailable, message).with_repair("repeat the call")
     })
 }

@@ -1,5 +1,6 @@
 //! The calls of a volume's life on a node, and the volumes that they are made for.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use cleat_csi::Driver;
@@ -10,7 +11,7 @@ use csi::volume_capability::access_mode::Mode;
 use csi::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
 use tonic::{Request, Status};
 
-use super::machine::{self, FOREIGN, Mount, Shown, Stored};
+use super::machine::{self, FOREIGN, Mount, Shown, Stored, decrypted};
 
 pub(crate) const STAGING: &str = "/kubelet/staging";
 pub(crate) const TARGET: &str = "/kubelet/pods/1/volume";
@@ -34,6 +35,8 @@ pub(crate) struct Volume {
     pub(crate) block: bool,
     /// The group of the filesystem; 0 for none.
     pub(crate) group: u32,
+    /// Whether the storage has it encrypted.
+    pub(crate) encrypted: bool,
     /// Whether another filesystem is mounted at the staging path and at the target path.
     pub(crate) stale: bool,
 }
@@ -49,12 +52,20 @@ impl Volume {
         let (node, volume_id) = (driver.node_service(), Self::ID.to_owned());
         let (staging_target_path, target_path) = (STAGING.to_owned(), TARGET.to_owned());
         let volume_capability = Some(self.capability());
+        let pairs = |pairs: &[(&str, &str)]| -> BTreeMap<String, String> {
+            let chosen = pairs.iter().filter(|_| self.encrypted);
+            chosen.map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
+        };
+        let volume_context = pairs(&[("encrypted", "true")]);
+        let secrets = pairs(&[("encryptionPassphrase", "secret")]);
         match call {
             Call::Stage => {
                 let request = csi::NodeStageVolumeRequest {
                     volume_id,
                     staging_target_path,
                     volume_capability,
+                    volume_context,
+                    secrets,
                     ..Default::default()
                 };
                 node.node_stage_volume(Request::new(request)).await.map(drop)
@@ -66,6 +77,8 @@ impl Volume {
                     target_path,
                     volume_capability,
                     readonly: self.read_only,
+                    volume_context,
+                    secrets,
                     ..Default::default()
                 };
                 node.node_publish_volume(Request::new(request)).await.map(drop)
@@ -93,7 +106,7 @@ impl Volume {
         let mode = if self.read_only { Mode::MultiNodeReaderOnly } else { Mode::SingleNodeWriter };
         let fs_type = match self.content {
             Stored::Filesystem { kind, .. } => kind.name().to_owned(),
-            Stored::Empty | Stored::Data => String::new(),
+            _ => String::new(),
         };
         let group = (self.group > 0).then(|| self.group.to_string());
         let mount = MountVolume {
@@ -105,6 +118,15 @@ impl Volume {
             if self.block { AccessType::Block(BlockVolume {}) } else { AccessType::Mount(mount) };
         let access_mode = Some(AccessMode { mode: mode.into() });
         csi::VolumeCapability { access_mode, access_type: Some(access) }
+    }
+
+    /// Returns what the storage has at first.
+    pub(crate) fn stored(&self) -> BTreeMap<String, Stored> {
+        let name = cleat_csi::mapping_name(Self::ID);
+        if !self.encrypted || self.content == Stored::Empty {
+            return [(name, self.content)].into();
+        }
+        [(decrypted(&name), self.content), (name, Stored::Encrypted)].into()
     }
 
     /// Returns the mounts that an earlier use of the paths has left.

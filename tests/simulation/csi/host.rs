@@ -12,7 +12,7 @@ use cleat_csi::host::{
 use cleat_node::executor::MapSpec;
 use tokio::time::{Instant, sleep};
 
-use super::machine::{Machine, Mount, Path as Entry, Shown, Stored};
+use super::machine::{Decrypted, Machine, Mount, Path as Entry, Shown, Stored};
 use super::steps::{Moment, Steps, kill};
 use crate::world::World;
 
@@ -116,7 +116,9 @@ impl Host for SimHost {
     }
 
     fn device_number(&self, node: &Path) -> Option<DeviceNumber> {
-        let index = node.to_str()?.strip_prefix("/dev/nbd")?.parse().ok()?;
+        let node = node.to_str()?;
+        let index = node.strip_prefix("/dev/nbd").or_else(|| node.strip_prefix("/dev/dm-"))?;
+        let index = index.parse().ok()?;
         self.machine().volume_on(index).ok()?;
         Some(Machine::number(index))
     }
@@ -173,30 +175,70 @@ impl Host for SimHost {
                 Content::Filesystem(Found { kind, uuid: None, label: None })
             }
             Stored::Data => Content::Unknown("data at byte 5".to_owned()),
+            Stored::Encrypted => Content::Other("crypto_LUKS".to_owned()),
         })
     }
 
-    /// No volume of these tests is encrypted.
-    async fn unlocked(&self, _: &str, _: Instant) -> Result<Option<Unlocked>> {
-        Ok(None)
+    async fn unlocked(&self, name: &str, _: Instant) -> Result<Option<Unlocked>> {
+        let machine = self.machine();
+        let found = machine.unlocked.iter().find(|device| device.name == name);
+        Ok(found.map(|device| Unlocked {
+            node: format!("/dev/dm-{}", Machine::above(device.below)).into(),
+            number: Machine::number(Machine::above(device.below)),
+            below: vec![Machine::number(device.below)],
+            size: device.size,
+        }))
     }
 
     async fn encrypt(&self, device: &Path, _: &[u8], _: Instant) -> Result<()> {
-        self.violation(format!("{} is encrypted", device.display()));
+        let (index, volume) = self.unused(device)?;
+        let content = self.machine().stored(index)?;
+        if content != Stored::Empty {
+            self.violation(format!("{volume} contains {content:?} and is encrypted"));
+        }
+        let effect = move |machine: &mut Machine| machine.store(volume, Stored::Encrypted);
+        self.program("encrypt".to_owned(), index, Box::new(effect)).await;
         Ok(())
     }
 
-    async fn unlock(&self, device: &Path, _: &str, _: &[u8], _: bool, _: Instant) -> Result<()> {
-        self.violation(format!("{} is unlocked", device.display()));
+    async fn unlock(&self, device: &Path, name: &str, _: &[u8], _: bool, _: Instant) -> Result<()> {
+        let index = self.index(device)?;
+        self.wait_for_programs(index).await;
+        if self.machine().unlocked.iter().any(|other| other.name == name) {
+            return Err(Error::new(ErrorKind::AlreadyExists, format!("{name} exists")));
+        }
+        if self.machine().stored(index)? != Stored::Encrypted {
+            return Err(Error::new(ErrorKind::Internal, "it is not encrypted"));
+        }
+        let made =
+            Decrypted { name: name.to_owned(), below: index, size: self.machine().size(index)? };
+        let effect = move |machine: &mut Machine| machine.unlock(made);
+        self.program("unlock".to_owned(), index, Box::new(effect)).await;
         Ok(())
     }
 
-    async fn lock(&self, _: &str, _: bool, _: Instant) -> Result<()> {
+    async fn lock(&self, name: &str, _: bool, _: Instant) -> Result<()> {
+        let found = self.machine().unlocked.iter().find(|device| device.name == name).cloned();
+        let Some(found) = found else { return Ok(()) };
+        let index = Machine::above(found.below);
+        let is_mounted = self.machine().mounts.iter().any(|mount| mount.index == index);
+        if is_mounted || self.machine().worked_on(index).is_some() {
+            return Err(Error::new(ErrorKind::InUse, format!("{name} is in use")));
+        }
+        let name = name.to_owned();
+        self.step("lock".to_owned(), move |machine| machine.lock(&name)).await;
         Ok(())
     }
 
     async fn grow_unlocked(&self, name: &str, _: Instant) -> Result<()> {
-        self.violation(format!("{name} is not encrypted"));
+        let found = self.machine().unlocked.iter().find(|device| device.name == name).cloned();
+        let found = found.ok_or_else(|| Error::new(ErrorKind::NotFound, "it is not unlocked"))?;
+        let grown = Decrypted { size: self.machine().size(found.below)?, ..found };
+        let effect = move |machine: &mut Machine| {
+            machine.lock(&grown.name);
+            machine.unlock(grown);
+        };
+        self.step("grow the decrypted device".to_owned(), effect).await;
         Ok(())
     }
 

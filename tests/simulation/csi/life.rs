@@ -54,7 +54,7 @@ impl Play {
     pub(crate) fn new(volume: Volume) -> Self {
         let world = World::new(1, 0);
         let mut machine = Machine::new(world.kernel().clone());
-        machine.volumes.insert(cleat_csi::mapping_name(Volume::ID), volume.content);
+        machine.volumes = volume.stored();
         machine.mounts.extend(volume.stale_mounts());
         machine.paths.extend(volume.stale_paths());
         world.state().disks.insert(Volume::URI.to_owned(), Disk::new(Volume::SIZE, 0));
@@ -175,6 +175,10 @@ impl Play {
             format!("{} {:?} {access} of {volume}", mount.path.display(), mount.shown)
         });
         let devices = self.world.kernel().show().into_iter().filter(|device| device.connected);
+        let decrypted = machine
+            .unlocked
+            .iter()
+            .map(|device| format!("{} of {} bytes, decrypted", device.name, device.size));
         let mapping = |device: cleat_kernel::Device| {
             let name = device.identity().map(|identity| identity.name().to_owned());
             format!("{} of {} bytes", name.unwrap_or_default(), device.size)
@@ -182,7 +186,7 @@ impl Play {
         let paths = machine.paths.iter().map(|(path, kind)| format!("{kind:?} {}", path.display()));
         State {
             mounts: mounts.collect(),
-            mappings: devices.map(mapping).collect(),
+            mappings: devices.map(mapping).chain(decrypted).collect(),
             records: self.world.recorded().len(),
             workers: self.world.state().workers.len(),
             paths: paths.collect(),

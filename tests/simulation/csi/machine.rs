@@ -17,14 +17,23 @@ const NBD: u32 = 43;
 /// The number of a device that is no nbd device, below a stale mount.
 pub(crate) const FOREIGN: u32 = 9999;
 
+/// The major number of devices of the device mapper.
+const MAPPER: u32 = 253;
+
+/// The difference between the number of a decrypted device and that of the device below it.
+const DECRYPTED: u32 = 1000;
+
 /// The machine, without the kernel's nbd devices.
 pub(crate) struct Machine {
     kernel: SimKernel,
     /// In the order in which they were made.
     pub(crate) mounts: Vec<Mount>,
     pub(crate) paths: BTreeMap<PathBuf, Path>,
-    /// The content of each volume, by the name of its mapping.
+    /// The content of each volume, by the name of its mapping. What an encrypted one contains has a name of its own
+    /// ([`decrypted`]).
     pub(crate) volumes: BTreeMap<String, Stored>,
+    /// The decrypted devices.
+    pub(crate) unlocked: Vec<Decrypted>,
     work: Vec<Work>,
 }
 
@@ -47,12 +56,30 @@ pub(crate) enum Stored {
     },
     /// Data without a filesystem.
     Data,
+    /// An encrypted device.
+    Encrypted,
+}
+
+/// A device that shows the content of an encrypted one.
+#[derive(Debug, Clone)]
+pub(crate) struct Decrypted {
+    /// The name of the device, which is that of the mapping.
+    pub(crate) name: String,
+    /// The device below it.
+    pub(crate) below: u32,
+    /// The size in bytes.
+    pub(crate) size: u64,
+}
+
+/// Returns the name of what an encrypted volume contains.
+pub(crate) fn decrypted(volume: &str) -> String {
+    format!("{volume}, decrypted")
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Mount {
     pub(crate) path: PathBuf,
-    /// The device, N of /dev/nbdN.
+    /// The device, N of /dev/nbdN or of /dev/dm-N.
     pub(crate) index: u32,
     pub(crate) shown: Shown,
     pub(crate) read_only: bool,
@@ -94,11 +121,22 @@ impl Mount {
 impl Machine {
     pub(crate) fn new(kernel: SimKernel) -> Self {
         let (mounts, paths, volumes) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
-        Self { kernel, mounts, paths, volumes, work: Vec::new() }
+        Self { kernel, mounts, paths, volumes, unlocked: Vec::new(), work: Vec::new() }
     }
 
     pub(crate) fn number(index: u32) -> DeviceNumber {
-        DeviceNumber { major: NBD, minor: index }
+        let major = if index >= DECRYPTED && index != FOREIGN { MAPPER } else { NBD };
+        DeviceNumber { major, minor: index }
+    }
+
+    /// Returns the number of the decrypted device above a device.
+    pub(crate) fn above(index: u32) -> u32 {
+        index + DECRYPTED
+    }
+
+    /// Returns the decrypted device with this number.
+    fn decrypted_at(&self, index: u32) -> Option<&Decrypted> {
+        self.unlocked.iter().find(|device| Self::above(device.below) == index)
     }
 
     /// Returns the topmost mount at a path.
@@ -131,8 +169,23 @@ impl Machine {
         self.volumes.insert(volume, content);
     }
 
+    /// Adds a decrypted device.
+    pub(crate) fn unlock(&mut self, device: Decrypted) {
+        self.unlocked.push(device);
+        self.show_holders();
+    }
+
+    /// Removes a decrypted device.
+    pub(crate) fn lock(&mut self, name: &str) {
+        self.unlocked.retain(|device| device.name != name);
+        self.show_holders();
+    }
+
     /// Returns the name of the mapping whose volume is connected to a device.
     pub(crate) fn volume_on(&self, index: u32) -> Result<String> {
+        if let Some(device) = self.decrypted_at(index) {
+            return self.volume_on(device.below).map(|volume| decrypted(&volume));
+        }
         let device = self.kernel.show().into_iter().find(|device| device.index == index);
         let device = device.filter(|device| device.connected);
         let identity = device.and_then(|device| device.identity());
@@ -147,6 +200,9 @@ impl Machine {
 
     pub(crate) fn size(&self, index: u32) -> Result<u64> {
         self.volume_on(index)?;
+        if let Some(device) = self.decrypted_at(index) {
+            return Ok(device.size);
+        }
         let device = self.kernel.show().into_iter().find(|device| device.index == index);
         Ok(device.map_or(0, |device| device.size))
     }
@@ -182,8 +238,12 @@ impl Machine {
     /// Makes the kernel show who uses each device.
     fn show_holders(&self) {
         for device in self.kernel.show() {
-            let of_device = self.mounts.iter().filter(|mount| mount.index == device.index);
-            let holders = of_device.filter_map(|mount| match mount.shown {
+            let above = self.unlocked.iter().find(|above| above.below == device.index);
+            let is_used = |index| {
+                index == device.index || above.is_some() && index == Self::above(device.index)
+            };
+            let of_device = self.mounts.iter().filter(|mount| is_used(mount.index));
+            let mounts = of_device.filter_map(|mount| match mount.shown {
                 Shown::Filesystem(kind) => Some(Holder::Mount {
                     path: mount.path.clone(),
                     filesystem: kind.name().to_owned(),
@@ -191,8 +251,10 @@ impl Machine {
                 }),
                 Shown::Node => None,
             });
-            self.kernel.set_holders(device.index, holders.collect());
-            let programs = self.work.iter().filter(|work| work.index == device.index);
+            let name = format!("dm-{}", Self::above(device.index));
+            let decrypted = above.map(|_| Holder::Device { name, mapper: None });
+            self.kernel.set_holders(device.index, mounts.chain(decrypted).collect());
+            let programs = self.work.iter().filter(|work| is_used(work.index));
             let programs = programs.map(|work| work.name.clone()).collect();
             self.kernel.set_kernel_users(device.index, programs);
         }
