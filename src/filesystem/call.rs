@@ -126,6 +126,7 @@ impl<'a> Call<'a> {
             .stdin(self.input.map_or_else(Stdio::null, Stdio::from))
             .stdout(output.stdio().map_err(failed)?)
             .stderr(errors.stdio().map_err(failed)?);
+        let began = Instant::now();
         let child = make_ordinary(&mut command).spawn().map_err(failed)?;
         tracing::debug!(pid = child.id(), command = ?command, "started a program");
         let process = Process::new(child).map_err(failed)?;
@@ -135,10 +136,13 @@ impl<'a> Call<'a> {
         let (answer, ended) = oneshot::channel();
         let running = Running { process, title, output, errors, writer };
         tokio::spawn(running.supervise(deadline, answer));
-        ended.await.unwrap_or_else(|_| {
+        let ended = ended.await.unwrap_or_else(|_| {
             let message = "internal: the task that waits for a program has ended";
             Err(Error::new(ErrorKind::Internal, message))
-        })
+        });
+        let took_us = began.elapsed().as_micros();
+        tracing::debug!(program = self.tool.name, took_us, "a program has ended");
+        ended
     }
 }
 

@@ -84,7 +84,9 @@ pub(crate) async fn reconcile(cx: &Context, guard: &mut Guard, deadline: Instant
             tracing::debug!(mapping = guard.mapping().name, ?action, "runs an action");
             cx.point(&format!("before {action:?}")).await;
             guard.step_begins(action);
+            let began = Instant::now();
             actions::run(cx, guard, action, deadline).await?;
+            tracing::debug!(?action, took_us = began.elapsed().as_micros(), "has run an action");
             guard.step_ends();
             if action == Action::RemoveRecord {
                 return Ok(State::Unmapped);
