@@ -4,14 +4,17 @@ mod addons;
 mod client;
 mod content;
 mod controller;
+mod durations;
 mod encryption;
 mod interrupted;
 mod nomad;
+mod propagation;
 pub(crate) mod sanity;
 mod secret;
 mod unit;
 
 use std::path::Path;
+use std::process::Command;
 
 use cleat_csi_api::csi::v1 as csi;
 use csi::volume_capability::access_mode::Mode;
@@ -46,11 +49,12 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("csi_unstage_of_an_encrypted_volume_by_force", encryption::unstage_by_force),
         trial("csi_calls_of_nomad", nomad::calls_of_nomad),
         trial("csi_registers_with_kubelet", registration),
+        trial("csi_mounts_reach_other_namespaces", propagation::reaches_other_namespaces),
         trial("csi_controller_from_create_to_delete", controller::from_create_to_delete),
         trial("csi_snapshots_of_a_volume_in_use", controller::snapshots_of_a_volume_in_use),
         trial("csi_calls_killed_at_any_moment_are_repeated", interrupted::killed_at_any_moment),
         trial("csi_many_volumes_at_once", interrupted::many_at_once),
-        trial("csi_durations_of_stage_and_unstage", interrupted::durations),
+        trial("csi_durations_of_stage_and_unstage", durations::of_stage_and_unstage),
         trial("csi_unused_space_is_reclaimed", addons::unused_space_is_reclaimed),
         trial("csi_rbd_secret_names_the_client_until_unstage", secret::names_the_client),
         trial("csi_sanity_file_mount", sanity::file_mount),
@@ -79,13 +83,18 @@ impl Scene {
 
     /// Starts a daemon with these lines in the section `csi`.
     fn with(lines: &str) -> Self {
+        shell(&format!("umount -l {STAGING} {TARGET} 2>/dev/null || true; rm -rf {KUBELET}"));
+        Self::with_daemon(lines, daemon())
+    }
+
+    /// Starts this daemon with these lines in the section `csi`.
+    fn with_daemon(lines: &str, daemon: Command) -> Self {
         shell(&format!(
-            "umount -l {STAGING} {TARGET} 2>/dev/null || true; rm -rf {VOLUMES} {KUBELET};
-             mkdir -p {VOLUMES} {KUBELET}/plugins_registry
+            "rm -rf {VOLUMES}; mkdir -p {VOLUMES} {KUBELET}/plugins_registry
              cat > {CONFIG} <<'END'\nnode_name = \"n1\"\n[csi]\nenabled = true\n\
              controller = true\ndriver = \"csi.test\"\n{lines}\nEND"
         ));
-        let node = Node::start_as(daemon());
+        let node = Node::start_as(daemon);
         Self { node, client: Client::connect(SOCKET) }
     }
 
@@ -159,8 +168,8 @@ impl Scene {
 }
 
 /// The command of the daemon, with the limits of open files that a shell has.
-fn daemon() -> std::process::Command {
-    let mut command = std::process::Command::new("prlimit");
+fn daemon() -> Command {
+    let mut command = Command::new("prlimit");
     command.args(["--nofile=1024:524288", "./cleat", "node", "--config", CONFIG]);
     command
 }
@@ -181,7 +190,11 @@ fn block(mode: Mode) -> csi::VolumeCapability {
 }
 
 fn mounts(path: &str) -> usize {
-    let table = std::fs::read_to_string("/proc/self/mountinfo").expect("mountinfo");
+    count(&std::fs::read_to_string("/proc/self/mountinfo").expect("mountinfo"), path)
+}
+
+/// Returns the number of mounts at a path in a mount table.
+fn count(table: &str, path: &str) -> usize {
     table.lines().filter(|line| line.split(' ').nth(4) == Some(path)).count()
 }
 

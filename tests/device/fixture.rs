@@ -22,7 +22,8 @@ pub(crate) fn promised(took: Duration, limit: Duration, what: &str) {
     assert!(took < limit, "{what}: took {took:?}");
 }
 
-const LOG: &str = "/out/node.log";
+/// The log of the daemons.
+pub(crate) const LOG: &str = "/out/node.log";
 const SOCKET: &str = "/run/cleat/cleat.sock";
 
 /// A running `cleat node`. Dropping it kills the daemon and its workers, and disconnects the devices.

@@ -11,18 +11,21 @@ use super::{KUBELET, SOCKET, STAGING, Scene, TARGET, filesystem, mounts};
 use crate::fixture::{TIMEOUT, repeat as repeats, shell};
 
 /// The number of moments at which each call is interrupted.
-const MOMENTS: u32 = 6;
+const MOMENTS: u32 = 5;
 
 /// The number of volumes that are staged at the same time: 25, or 100 if `CLEAT_REPEAT` is set.
 fn volumes() -> usize {
     if repeats().is_some() { 100 } else { 25 }
 }
 
-/// The calls of a volume's life on a node, in order, each with the time between two moments.
-const CALLS: [(Call, Duration); 4] = [
+/// The calls of a volume's life on a node, in order, each with the time between two moments. The volume is empty at first,
+/// and has data when it is staged again.
+const CALLS: [(Call, Duration); 6] = [
     (Call::Stage, Duration::from_millis(300)),
     (Call::Publish, Duration::from_millis(80)),
     (Call::Unpublish, Duration::from_millis(60)),
+    (Call::Unstage, Duration::from_millis(120)),
+    (Call::Stage, Duration::from_millis(180)),
     (Call::Unstage, Duration::from_millis(120)),
 ];
 
@@ -89,6 +92,8 @@ pub(crate) fn killed_at_any_moment() {
     let mut scene = Scene::new();
     for moment in 0..MOMENTS {
         let id = scene.volume(&format!("killed-{moment}"), "64M");
+        let data = format!("{STAGING}/file");
+        let mut has_data = false;
         for (what, step) in CALLS {
             let (doomed, client) = (id.clone(), Client::connect(SOCKET));
             let caller = std::thread::spawn(move || {
@@ -107,17 +112,17 @@ pub(crate) fn killed_at_any_moment() {
             };
             assert_eq!((mounts(STAGING), mounts(TARGET)), expected, "{what:?} at moment {moment}");
             match what {
-                Call::Stage => shell(&format!("echo {moment} > {STAGING}/file")),
+                Call::Stage if has_data => shell(&format!("grep -x {moment} {data}")),
+                Call::Stage => {
+                    has_data = true;
+                    shell(&format!("echo {moment} > {data}"))
+                }
                 Call::Publish => shell(&format!("grep -x {moment} {TARGET}/file")),
-                _ => String::new(),
+                Call::Unpublish | Call::Unstage => String::new(),
             };
         }
         scene.nothing_is_left();
-        repeat(&scene.client, Call::Stage, &id, STAGING);
-        assert_eq!(shell(&format!("cat {STAGING}/file")), moment.to_string());
-        repeat(&scene.client, Call::Unstage, &id, STAGING);
     }
-    scene.nothing_is_left();
 }
 
 /// Many volumes are staged and unstaged at the same time, and none is left or confused with another one.
@@ -151,26 +156,5 @@ pub(crate) fn many_at_once() {
         assert_eq!(shell(&format!("cat {}/file", staging(number))), number.to_string());
     }
     at_once(Call::Unstage);
-    scene.nothing_is_left();
-}
-
-/// Measures how long it takes to stage and to unstage a volume that has a filesystem.
-pub(crate) fn durations() {
-    let scene = Scene::new();
-    let id = scene.volume("timed", "64M");
-    repeat(&scene.client, Call::Stage, &id, STAGING);
-    repeat(&scene.client, Call::Unstage, &id, STAGING);
-    let (mut staged, mut unstaged) = (Vec::new(), Vec::new());
-    for _ in 0..15 {
-        for (what, durations) in [(Call::Stage, &mut staged), (Call::Unstage, &mut unstaged)] {
-            let begun = Instant::now();
-            call(&scene.client, what, &id, STAGING).expect("a call");
-            durations.push(begun.elapsed());
-        }
-    }
-    for (what, mut durations) in [(Call::Stage, staged), (Call::Unstage, unstaged)] {
-        durations.sort();
-        println!("figures: {what:?}: median {:.0?}", durations[durations.len() / 2]);
-    }
     scene.nothing_is_left();
 }
