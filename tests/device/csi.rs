@@ -13,6 +13,7 @@ pub(crate) mod sanity;
 mod secret;
 mod unit;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
@@ -274,12 +275,25 @@ fn block_from_stage_to_unstage() {
     assert_eq!(refused.code(), Code::InvalidArgument, "{refused:?}");
     scene.unstage(&id);
     assert_eq!(shell(&format!("head -c 4 {VOLUMES}/raw")), "data");
-    let reader = block(Mode::SingleNodeReaderOnly);
-    scene.stage(&id, &reader).expect("stage read-only");
-    scene.client.publish(read_only(&reader)).expect("publish read-only");
-    assert_eq!(shell(&format!("blockdev --getro {TARGET}; head -c 4 {TARGET}")), "1\ndata");
-    scene.unpublish(&id, TARGET);
-    scene.unstage(&id);
+    // A reader, and a writer for which the controller has published the volume for reading only.
+    let only = [("readOnly".to_owned(), "true".to_owned())].into();
+    for (capability, publish_context) in
+        [(block(Mode::SingleNodeReaderOnly), BTreeMap::new()), (capability, only)]
+    {
+        let stage = csi::NodeStageVolumeRequest {
+            volume_id: id.clone(),
+            staging_target_path: STAGING.to_owned(),
+            volume_capability: Some(capability.clone()),
+            publish_context: publish_context.clone(),
+            ..Default::default()
+        };
+        scene.client.stage(stage).expect("stage read-only");
+        let publish = csi::NodePublishVolumeRequest { publish_context, ..read_only(&capability) };
+        scene.client.publish(publish).expect("publish read-only");
+        assert_eq!(shell(&format!("blockdev --getro {TARGET}; head -c 4 {TARGET}")), "1\ndata");
+        scene.unpublish(&id, TARGET);
+        scene.unstage(&id);
+    }
     scene.nothing_is_left();
 }
 

@@ -107,7 +107,8 @@ async fn a_snapshot_of_a_file_can_be_used_where_the_file_is() {
     };
     for nodes in [&["n1"][..], &["n2", "n1"], &[]] {
         let made = snapshot("s1", nodes).await.unwrap().into_inner().snapshot.unwrap();
-        assert_eq!(made.accessible_topology, [topology("n1")]);
+        let known = if nodes.is_empty() { vec![topology("n1")] } else { Vec::new() };
+        assert_eq!(made.accessible_topology, known);
     }
     refused(snapshot("s2", &["n2"]).await, Code::ResourceExhausted);
 }
