@@ -1,5 +1,5 @@
-//! CSI-Addons, on the socket of the driver: who it is, and giving the unused space of a filesystem back to its
-//! storage (fstrim). The operator of CSI-Addons calls it through its sidecar. `network_fence` has its other service.
+//! CSI-Addons, on the socket of the driver: who it is, and giving unused space back to the storage: that of a
+//! filesystem on the node (fstrim), and blocks of zeroes at the controller. The operator of CSI-Addons calls it through its sidecar. `network_fence` has its other service.
 
 use addons::identity::capability::{self as kinds, network_fence, reclaim_space, service};
 use addons::identity::identity_server::Identity;
@@ -12,6 +12,7 @@ use addons::reclaimspace::{
 };
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_csi_api::addons;
+use cleat_csi_api::csi::v1::volume_capability::AccessType;
 use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
@@ -92,6 +93,14 @@ impl ReclaimSpaceNode for Addons {
             staging => staging,
         };
         let path = paths::of_volume("staging target path", path).map_err(refused)?;
+        let access = request.volume_capability.and_then(|capability| capability.access_type);
+        if matches!(access, Some(AccessType::Block(_))) {
+            let message = format!(
+                "volume {id} is a block volume: only the programs that use it know which of its blocks are unused, \
+                 and can discard them (blkdiscard, fstrim); blocks of zeroes are freed by ControllerReclaimSpace"
+            );
+            return Err(Status::unimplemented(message));
+        }
         self.node
             .exclusive("NodeReclaimSpace", &id.clone(), deadline, |driver| async move {
                 reclaim(&driver, &id, &path, deadline).await?;
@@ -126,8 +135,12 @@ impl ReclaimSpaceController for Addons {
     /// The operator accepts UNIMPLEMENTED here, and then calls the node.
     async fn controller_reclaim_space(
         &self,
-        _: Request<ControllerReclaimSpaceRequest>,
+        request: Request<ControllerReclaimSpaceRequest>,
     ) -> Result<Response<ControllerReclaimSpaceResponse>, Status> {
-        Err(Status::unimplemented("space is reclaimed on the node that uses a volume"))
+        let deadline = deadline::of(request.metadata());
+        let Some(controller) = &self.node.driver.controller else {
+            return Err(Status::unimplemented("this process does not have the Controller service"));
+        };
+        controller.controller_reclaim_space(request.into_inner(), deadline).await
     }
 }

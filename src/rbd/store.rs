@@ -15,6 +15,7 @@ mod layout;
 mod listing;
 mod network_fence;
 mod other_clients;
+mod reclaim;
 mod snapshots;
 mod trash;
 
@@ -36,8 +37,8 @@ use cleat_backend::claimant::Claimant;
 use cleat_backend::group_snapshot::GroupSnapshotStore;
 use cleat_backend::network_fence::NetworkFenceStore;
 use cleat_backend::store::{
-    CloneStore, Info, LabelStore, Layout, Listing, Page, Progress, Purged, Removal, Removed,
-    Snapshot, SnapshotStore, Source, Store, TrashStore, Trashed,
+    CloneStore, Info, LabelStore, Layout, Listing, Page, Progress, Purged, ReclaimStore, Removal,
+    Removed, Snapshot, SnapshotStore, Source, Store, TrashStore, Trashed,
 };
 use cleat_backend::uri::{Size, StoreUri, VolumeUri, invalid};
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -170,6 +171,10 @@ impl Store for RbdStore {
     }
 
     fn trash(&self) -> Option<&dyn TrashStore> {
+        Some(self)
+    }
+
+    fn reclaim(&self) -> Option<&dyn ReclaimStore> {
         Some(self)
     }
 

@@ -19,14 +19,15 @@ use crate::volumes::fixture::options_of;
 const SPACE: &str = "groups";
 
 /// A daemon that knows the cluster.
-struct Scene {
-    daemon: Daemon,
-    space: String,
+pub(crate) struct Scene {
+    pub(crate) daemon: Daemon,
+    /// The namespace in the pool.
+    pub(crate) space: String,
 }
 
 impl Scene {
     /// Makes a namespace of the pool for the test `test`.
-    fn new(test: &str) -> Self {
+    pub(crate) fn new(test: &str) -> Self {
         let space = format!("{SPACE}-{test}");
         shared().rbd(&["namespace", "create", &format!("{POOL}/{space}")]).unwrap();
         let conf = fs::read_to_string(shared().conf()).unwrap();
@@ -53,7 +54,7 @@ impl Scene {
         Ok(answer["volume"]["volumeId"].as_str().unwrap().to_owned())
     }
 
-    fn volumes(&self, names: &[&str]) -> Vec<String> {
+    pub(crate) fn volumes(&self, names: &[&str]) -> Vec<String> {
         names.iter().map(|name| self.volume_from(name, &Value::Null).unwrap()).collect()
     }
 
@@ -85,7 +86,7 @@ impl Scene {
         shared().rbd(&arguments.collect::<Vec<_>>()).unwrap();
     }
 
-    fn uri(&self, image: &str) -> String {
+    pub(crate) fn uri(&self, image: &str) -> String {
         format!("rbd:{POOL}/{}/{image}?{}", self.space, options_of(shared(), ID))
     }
 
@@ -252,7 +253,7 @@ fn a_group_with_a_writer_that_cannot_be_held_fails_and_leaves_nothing() {
     assert!(scene.snapshots_of("a").is_empty() && scene.snapshots_of("b").is_empty());
 }
 
-fn serve(uri: &str, mapping: &str) -> (Worker, Vec<UnixStream>) {
+pub(crate) fn serve(uri: &str, mapping: &str) -> (Worker, Vec<UnixStream>) {
     let mut worker = Worker::launch();
     worker.send_start(&Start { mapping_id: mapping.to_owned(), ..start_message(uri) });
     assert!(matches!(worker.receive(), FromWorker::Ready(_)));

@@ -11,6 +11,7 @@
 
 mod cli;
 mod csi_groups;
+mod csi_reclaim;
 mod csi_sanity;
 mod kernel;
 mod lifecycle;

@@ -218,6 +218,9 @@ table! {
         ) -> c_int;
         fn rbd_snap_get_trash_namespace(rbd_image_t, u64, *mut c_char, size_t) -> c_int;
         fn rbd_flatten_with_progress(rbd_image_t, librbd_progress_fn_t, *mut c_void) -> c_int;
+        fn rbd_sparsify_with_progress(
+            rbd_image_t, size_t, librbd_progress_fn_t, *mut c_void
+        ) -> c_int;
         fn rbd_metadata_get(rbd_image_t, *const c_char, *mut c_char, *mut size_t) -> c_int;
         fn rbd_metadata_set(rbd_image_t, *const c_char, *const c_char) -> c_int;
         fn rbd_metadata_remove(rbd_image_t, *const c_char) -> c_int;

@@ -262,6 +262,20 @@ impl Image {
         check(returned, || "flatten the image".to_owned()).map(drop)
     }
 
+    /// Frees runs of at least `unit` bytes of zeroes in each object, and objects that have only zeroes. The holder of
+    /// the lock does the work, if there is one. If it is interrupted, a part is done.
+    ///
+    /// # Errors
+    /// Returns EINVAL if `unit` is not a power of two from 4096 to the size of an object, or another error of the
+    /// library.
+    pub fn sparsify(&self, unit: usize, progress: Progress<'_>) -> Result<()> {
+        let returned = with_progress(progress, |callback, argument| {
+            // SAFETY: the image is open, and the callback is valid for the call.
+            unsafe { (self.api().rbd_sparsify_with_progress)(self.raw(), unit, callback, argument) }
+        });
+        check(returned, || "free the zeroes of the image".to_owned()).map(drop)
+    }
+
     /// Walks over the allocated parts of `length` bytes from `offset`, including the parent's data, or with
     /// `since` over the parts that changed since that snapshot. With `whole_objects` the unit is an object,
     /// which is fast with the feature fast-diff.

@@ -10,7 +10,8 @@
 //!   progress have no limit while they make progress, but the caller can stop them; the error then says
 //!   what is left, and another call continues. A call that reached its limit may still take effect later.
 //! - Operations that only some backends support are capabilities of the store: [`SnapshotStore`],
-//!   [`CloneStore`], [`GroupSnapshotStore`], [`TrashStore`], [`LabelStore`], [`NetworkFenceStore`].
+//!   [`CloneStore`], [`GroupSnapshotStore`], [`TrashStore`], [`LabelStore`], [`ReclaimStore`],
+//!   [`NetworkFenceStore`].
 //!
 //! Fields of results that a backend does not have are `None` (null in JSON), or empty. Every method returns
 //! the backend's error if the storage refuses the call or does not answer.
@@ -87,6 +88,11 @@ pub trait Store: Send + Sync {
 
     /// Returns the capability to keep removed volumes for a while.
     fn trash(&self) -> Option<&dyn TrashStore> {
+        None
+    }
+
+    /// Returns the capability to give blocks of zeroes back to the storage.
+    fn reclaim(&self) -> Option<&dyn ReclaimStore> {
         None
     }
 
@@ -199,6 +205,16 @@ pub trait TrashStore {
     /// Returns `NotFound` for an id that does not exist, `Aborted` if `progress` stopped the operation, and
     /// the backend's error otherwise.
     fn purge(&self, ids: &[String], force: bool, progress: Progress<'_>) -> Result<Purged>;
+}
+
+/// Gives blocks of zeroes back to the storage.
+pub trait ReclaimStore {
+    /// Frees the space of blocks of the volume `name` that contain zeroes only. They still read as zeroes. Clients that
+    /// have the volume open continue. An interrupted call has freed a part; another one begins again.
+    ///
+    /// # Errors
+    /// Returns the backend's error.
+    fn reclaim(&self, name: &str, progress: Progress<'_>) -> Result<()>;
 }
 
 /// Stores labels with volumes. A volume gets its first labels when it is created ([`Layout::labels`]), so that

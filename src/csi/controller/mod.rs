@@ -26,6 +26,7 @@ mod names;
 mod parameters;
 mod places;
 mod published;
+mod reclaim;
 mod refused;
 mod service;
 mod size;
@@ -58,6 +59,9 @@ pub(crate) use service::ControllerService;
 /// The maximum number of calls that use the storage at the same time. Others wait.
 const MAX_THREADS: usize = 16;
 
+/// The maximum number of volumes whose zeroes are freed at the same time. This reads each volume as a whole.
+const MAX_RECLAIMS: usize = 2;
+
 /// How long after its deadline a call may take to return its own error.
 const ANSWER_MARGIN: Duration = Duration::from_millis(300);
 
@@ -72,6 +76,8 @@ pub(crate) struct Controller {
     /// Not that of the Node service: a long copy must not keep a pod from ending.
     busy: Busy,
     threads: Threads,
+    /// For work that may take hours.
+    reclaims: Threads,
     connections: Connections<Box<dyn Store>>,
     published: PublishedHere,
 }
@@ -84,10 +90,10 @@ impl Controller {
         registry: Registry,
         local: Arc<dyn Local>,
     ) -> Self {
-        let threads = Threads::new(MAX_THREADS);
+        let (threads, reclaims) = (Threads::new(MAX_THREADS), Threads::new(MAX_RECLAIMS));
         let (busy, connections) = (Busy::default(), Connections::default());
         let published = PublishedHere::default();
-        Self { config, node, registry, local, busy, threads, connections, published }
+        Self { config, node, registry, local, busy, threads, reclaims, connections, published }
     }
 
     /// Runs `call` as a task of its own, with the volumes and names `keys` busy, so that a caller that disconnects

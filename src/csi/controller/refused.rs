@@ -28,6 +28,11 @@ impl Refused {
         error.with_repair("list from the beginning, without a token").into()
     }
 
+    /// The error of a call that the storage does not have.
+    pub(crate) fn unimplemented(error: Error) -> Self {
+        Self { code: Code::Unimplemented, error }
+    }
+
     #[cfg(test)]
     pub(crate) fn code(&self) -> Code {
         self.code
