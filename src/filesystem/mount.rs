@@ -3,6 +3,7 @@
 //! The kernel's list of mounts decides whether a mount has succeeded as requested, not the exit code of
 //! mount(8). If it has not, it is removed again.
 
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -51,7 +52,8 @@ pub struct MountSpec {
 /// with other properties; `InvalidArgument` for options and paths that are not permitted; `NotFound` if
 /// source or target do not exist; `Unsupported` if the kernel lacks the file system; `PermissionDenied` if
 /// the device is read-only and `read_only` is not set; `TimedOut`; `Internal` if the kernel refuses the
-/// file system. After an error other than `TimedOut` nothing is mounted.
+/// file system; `Unsupported` also if mount(8) leaves out the SELinux context. After an error other than `TimedOut`
+/// nothing is mounted.
 pub async fn mount(spec: &MountSpec, deadline: Instant) -> Result<MountEntry> {
     let (source, target) = (spec.source.as_path(), spec.target.as_path());
     let number = check_device(source)?;
@@ -76,14 +78,46 @@ pub async fn mount(spec: &MountSpec, deadline: Instant) -> Result<MountEntry> {
     if !ended.status.success() {
         return Err(mount_failure(&ended, source));
     }
-    verify(target, spec.read_only, deadline, |entry| {
+    let entry = verify(target, spec.read_only, deadline, |entry| {
         let is_kind = spec.kind.is_none_or(|kind| kind.name() == entry.mount.filesystem);
         // btrfs has device numbers of its own, and lists the device as source.
         let is_device = entry.mount.number == number
             || block_device(Path::new(&entry.mount.source)).ok().flatten() == Some(number);
         is_kind && is_device
     })
-    .await
+    .await?;
+    if has_context(&spec.options) && !entry_has_context(&entry) && kernel_has_selinux() {
+        remove(target, deadline).await?;
+        return Err(without_context(target));
+    }
+    Ok(entry)
+}
+
+/// Returns whether a mount is to have an SELinux context.
+fn has_context(options: &[String]) -> bool {
+    options.iter().any(|option| option.starts_with("context="))
+}
+
+fn entry_has_context(entry: &MountEntry) -> bool {
+    entry.super_options.iter().any(|option| option.as_bytes().starts_with(b"context="))
+}
+
+/// Returns whether SELinux is enabled in the kernel. It registers its filesystem only then.
+fn kernel_has_selinux() -> bool {
+    let known = std::fs::read_to_string("/proc/filesystems").unwrap_or_default();
+    known.split_whitespace().any(|name| name == "selinuxfs")
+}
+
+/// The error for a context that mount(8) has left out without a word. It does so where libselinux does not find SELinux,
+/// as in a container without the directories of the host. The pods could not use the files then.
+fn without_context(target: &Path) -> Error {
+    let message = format!(
+        "mount(8) has left out the SELinux context of {}: it does not find SELinux, which the kernel has",
+        target.display()
+    );
+    Error::new(ErrorKind::Unsupported, message).with_repair(
+        "make /sys/fs/selinux and /etc/selinux of the host visible in the container of the daemon",
+    )
 }
 
 /// Makes the directory or file `source` visible at `target`, without the mounts below it, and returns the new
@@ -216,4 +250,17 @@ fn mount_failure(ended: &Ended, source: &Path) -> Error {
         ErrorKind::NotFound => format!("ls -l {device}; create the missing path"),
         _ => format!("dmesg | grep {name} shows the reason"),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_context_for_the_whole_filesystem_is_found() {
+        let has = |option: &str| has_context(&["noatime".to_owned(), option.to_owned()]);
+        assert!(has("context=\"system_u:object_r:container_file_t:s0:c1,c2\""));
+        assert!(!has("rootcontext=system_u:object_r:container_file_t:s0"));
+        assert!(!has_context(&[]));
+    }
 }
