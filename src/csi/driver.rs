@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use cleat_backend::Registry;
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -10,7 +9,7 @@ use cleat_core::policy::Change;
 use cleat_kernel::{Holder, UnmountScope};
 use cleat_node::csi_config::CsiConfig;
 use cleat_node::executor::{Executor, MapSpec};
-use cleat_node::mapping::View;
+use cleat_node::mapping::{Mapping, View};
 use cleat_node::planner::State;
 use cleat_sys::descriptor::DeviceNumber;
 use tokio::time::Instant;
@@ -18,12 +17,10 @@ use tokio::time::Instant;
 use crate::busy::Busy;
 use crate::controller::Controller;
 use crate::grants::Grants;
+use crate::health::{HUNG_AFTER, oldest_request};
 use crate::host::{Host, ThisHost, Unlocked};
 use crate::source::uri_of;
 use crate::volume_id::{PREFIX, mapping_name};
-
-/// The age of a request from which on its volume counts as hung.
-const HUNG_AFTER: Duration = Duration::from_secs(20);
 
 /// The CSI driver of one node. Clones share everything.
 #[derive(Clone)]
@@ -77,11 +74,10 @@ impl Driver {
         self.limit.saturating_sub(foreign)
     }
 
-    /// Returns the views of this driver's mappings.
-    pub(crate) fn csi_views(&self) -> Vec<View> {
-        let mappings = self.executor.register().all();
-        let own = mappings.iter().filter(|mapping| mapping.name.starts_with(PREFIX));
-        own.map(|mapping| mapping.view()).collect()
+    /// Returns this driver's mappings.
+    pub(crate) fn csi_mappings(&self) -> Vec<Arc<Mapping>> {
+        let mappings = self.executor.register().all().into_iter();
+        mappings.filter(|mapping| mapping.name.starts_with(PREFIX)).collect()
     }
 
     /// Maps a volume. An existing mapping keeps the generation of its grant, its outage policy and its limits, which
@@ -171,11 +167,9 @@ impl Driver {
             Err(error) => return Err(error),
         };
         let view = mapping.view();
-        let oldest = mapping.statistics().map_or(0, |page| page.snapshot().oldest_ns);
-        let age = if oldest == 0 { 0 } else { cleat_statistics::now_ns().saturating_sub(oldest) };
         Ok(view.outage.is_some()
             || matches!(view.state, State::Failed(_) | State::Recovering)
-            || Duration::from_nanos(age) >= HUNG_AFTER)
+            || oldest_request(&mapping) >= HUNG_AFTER)
     }
 
     /// Unmaps a volume whose device has no users. A volume that is not mapped is success.

@@ -27,7 +27,7 @@ pub(crate) trait Local: Send + Sync {
 impl Local for Driver {
     fn health(&self, id: &str) -> Option<Vec<VolumeHealthEntry>> {
         let mapping = self.executor.register().get(&mapping_name(id))?;
-        Some(health::of_volume(&mapping.view()))
+        Some(health::of_mapping(&mapping))
     }
 
     fn attach_limit(&self) -> usize {

@@ -23,6 +23,7 @@ use crate::attributes::Attributes;
 use crate::capability::Capability;
 use crate::driver::Driver;
 use crate::secrets::Secrets;
+use crate::volume_id::mapping_name;
 use crate::{deadline, health, paths, status, volume_id};
 
 /// How long after its deadline a call may take to return its own error.
@@ -227,11 +228,12 @@ impl Node for NodeService {
         let deadline = deadline::of(request.metadata());
         let request = request.into_inner();
         let id = checked(volume_id::checked(&request.volume_id))?;
-        let view = checked(self.driver.mapped(id, deadline).await)?;
-        let view = view.ok_or_else(|| status::of(&not_mapped(id)))?;
+        checked(self.driver.mapped(id, deadline).await)?;
+        let mapping = self.driver.executor.register().get(&mapping_name(id));
+        let mapping = mapping.ok_or_else(|| status::of(&not_mapped(id)))?;
         let health = csi::VolumeHealth {
             volume_id: id.to_owned(),
-            health_statuses: health::of_volume(&view),
+            health_statuses: health::of_mapping(&mapping),
         };
         Ok(Response::new(csi::NodeGetVolumeHealthResponse { volume_health: Some(health) }))
     }
@@ -240,7 +242,7 @@ impl Node for NodeService {
         &self,
         _: Request<csi::NodeGetStorageHealthRequest>,
     ) -> Result<Response<csi::NodeGetStorageHealthResponse>, Status> {
-        let backend_health = health::of_storage(&self.driver.csi_views());
+        let backend_health = health::of_storage(&self.driver.csi_mappings());
         Ok(Response::new(csi::NodeGetStorageHealthResponse { backend_health }))
     }
 

@@ -6,6 +6,7 @@ mod clients;
 mod credentials;
 mod encrypted;
 mod full;
+mod health;
 mod kinds;
 mod load;
 mod outages;
