@@ -26,6 +26,8 @@ enum Call {
     DeleteSnapshot(&'static str),
     Expand(&'static str),
     Modify(&'static str),
+    Publish(&'static str),
+    Unpublish(&'static str),
 }
 
 /// The size of the volumes, in bytes. Small, because the test makes hundreds.
@@ -52,7 +54,7 @@ struct Case {
     points: usize,
 }
 
-const CASES: [Case; 12] = [
+const CASES: [Case; 14] = [
     // No caller knows the id before the volume is complete.
     Case::new(6, &[], EMPTY, &[EMPTY, Call::Delete(MADE)]),
     Case::new(7, &[], Call::Create("made", Some(SNAPSHOT)), &[Call::Delete(MADE)]),
@@ -69,6 +71,8 @@ const CASES: [Case; 12] = [
     Case::new(4, &[Call::Snapshot(ODD)], Call::DeleteSnapshot(ODD), &[]),
     Case::new(2, &[EMPTY], Call::Expand(MADE), &[Call::Delete(MADE)]),
     Case::new(2, &[EMPTY], Call::Modify(MADE), &[Call::Delete(MADE)]),
+    Case::new(2, &[EMPTY], Call::Publish(MADE), &[Call::Unpublish(MADE), Call::Delete(MADE)]),
+    Case::new(2, &[EMPTY, Call::Publish(MADE)], Call::Unpublish(MADE), &[Call::Delete(MADE)]),
 ];
 
 impl Case {
@@ -191,6 +195,25 @@ impl Scene {
                     ..Default::default()
                 };
                 let answer = service.controller_modify_volume(Request::new(request)).await?;
+                Ok(format!("{:?}", answer.into_inner()))
+            }
+            Call::Publish(id) => {
+                let request = csi::ControllerPublishVolumeRequest {
+                    volume_id: id.to_owned(),
+                    node_id: "n1".to_owned(),
+                    volume_capability: Some(capability(Mode::SingleNodeWriter)),
+                    ..Default::default()
+                };
+                let answer = service.controller_publish_volume(Request::new(request)).await?;
+                Ok(format!("{:?}", answer.into_inner()))
+            }
+            Call::Unpublish(id) => {
+                let request = csi::ControllerUnpublishVolumeRequest {
+                    volume_id: id.to_owned(),
+                    node_id: "n1".to_owned(),
+                    ..Default::default()
+                };
+                let answer = service.controller_unpublish_volume(Request::new(request)).await?;
                 Ok(format!("{:?}", answer.into_inner()))
             }
         }
