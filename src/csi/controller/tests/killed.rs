@@ -179,42 +179,8 @@ impl Scene {
                     service.delete_snapshot(Request::new(request)).await?.into_inner()
                 ))
             }
-            Call::Expand(id) => {
-                let request = csi::ControllerExpandVolumeRequest {
-                    volume_id: id.to_owned(),
-                    capacity_range: range(2 * SMALL, 0),
-                    ..Default::default()
-                };
-                let answer = service.controller_expand_volume(Request::new(request)).await?;
-                Ok(format!("{:?}", answer.into_inner()))
-            }
-            Call::Modify(id) => {
-                let request = csi::ControllerModifyVolumeRequest {
-                    volume_id: id.to_owned(),
-                    mutable_parameters: map(&[("iops", "300")]),
-                    ..Default::default()
-                };
-                let answer = service.controller_modify_volume(Request::new(request)).await?;
-                Ok(format!("{:?}", answer.into_inner()))
-            }
-            Call::Publish(id) => {
-                let request = csi::ControllerPublishVolumeRequest {
-                    volume_id: id.to_owned(),
-                    node_id: "n1".to_owned(),
-                    volume_capability: Some(capability(Mode::SingleNodeWriter)),
-                    ..Default::default()
-                };
-                let answer = service.controller_publish_volume(Request::new(request)).await?;
-                Ok(format!("{:?}", answer.into_inner()))
-            }
-            Call::Unpublish(id) => {
-                let request = csi::ControllerUnpublishVolumeRequest {
-                    volume_id: id.to_owned(),
-                    node_id: "n1".to_owned(),
-                    ..Default::default()
-                };
-                let answer = service.controller_unpublish_volume(Request::new(request)).await?;
-                Ok(format!("{:?}", answer.into_inner()))
+            Call::Expand(id) | Call::Modify(id) | Call::Publish(id) | Call::Unpublish(id) => {
+                change(service, call, id.to_owned()).await
             }
         }
     }
@@ -267,6 +233,62 @@ impl Scene {
         let size = file.metadata().unwrap().len();
         format!("{}: {size} bytes, data: {data}, {labels:?}", name.display())
     }
+}
+
+/// Makes a call that changes an existing volume, and returns its answer as text.
+async fn change(
+    service: &ControllerService,
+    call: Call,
+    volume_id: String,
+) -> Result<String, Status> {
+    let node_id = "n1".to_owned();
+    Ok(match call {
+        Call::Expand(_) => {
+            let capacity_range = range(2 * SMALL, 0);
+            let request = csi::ControllerExpandVolumeRequest {
+                volume_id,
+                capacity_range,
+                ..Default::default()
+            };
+            format!(
+                "{:?}",
+                service.controller_expand_volume(Request::new(request)).await?.into_inner()
+            )
+        }
+        Call::Modify(_) => {
+            let mutable_parameters = map(&[("iops", "300")]);
+            let request = csi::ControllerModifyVolumeRequest {
+                volume_id,
+                mutable_parameters,
+                ..Default::default()
+            };
+            format!(
+                "{:?}",
+                service.controller_modify_volume(Request::new(request)).await?.into_inner()
+            )
+        }
+        Call::Publish(_) => {
+            let volume_capability = Some(capability(Mode::SingleNodeWriter));
+            let request = csi::ControllerPublishVolumeRequest {
+                volume_id,
+                node_id,
+                volume_capability,
+                ..Default::default()
+            };
+            format!(
+                "{:?}",
+                service.controller_publish_volume(Request::new(request)).await?.into_inner()
+            )
+        }
+        _ => {
+            let request =
+                csi::ControllerUnpublishVolumeRequest { volume_id, node_id, ..Default::default() };
+            format!(
+                "{:?}",
+                service.controller_unpublish_volume(Request::new(request)).await?.into_inner()
+            )
+        }
+    })
 }
 
 #[tokio::test]
