@@ -8,7 +8,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use cleat_core::error::Result;
-use cleat_csi::{Attacher, Usage, serve_attacher};
+use cleat_csi::{Attacher, Published, Usage, serve_attacher};
 use cleat_grants::object::Mode;
 use cleat_kube::{CallServer, Calls, Publish};
 use tokio::time::Instant;
@@ -57,5 +57,9 @@ impl Attacher for OfLeader {
         deadline: Instant,
     ) -> Result<()> {
         self.0.unpublish(volume, node_id, deadline).await
+    }
+
+    fn published(&self) -> Result<Published> {
+        self.0.published()
     }
 }

@@ -1,9 +1,11 @@
-//! The Controller service of a process that attaches volumes and does nothing else: ControllerPublishVolume and
-//! ControllerUnpublishVolume for external-attacher. An [`Attacher`] decides, for example the controller of Kubernetes.
+//! The Controller service of a process that attaches volumes and does nothing else: ControllerPublishVolume,
+//! ControllerUnpublishVolume and ListVolumes for external-attacher. An [`Attacher`] decides, for example the controller
+//! of Kubernetes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::fmt::Debug;
+use std::ops::Bound;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -41,8 +43,19 @@ const ANSWER_MARGIN: Duration = Duration::from_millis(300);
 /// How long after a failure the socket is created again.
 const RETRY: Duration = Duration::from_secs(5);
 
-const RPCS: [Rpc; 3] =
-    [Rpc::PublishUnpublishVolume, Rpc::PublishReadonly, Rpc::SingleNodeMultiWriter];
+/// The maximum number of entries of a page of ListVolumes.
+const MAX_ENTRIES: usize = 1000;
+
+/// The beginning of a token of ListVolumes. The id of the last volume of the page follows.
+const TOKEN: &str = "after:";
+
+const RPCS: [Rpc; 5] = [
+    Rpc::PublishUnpublishVolume,
+    Rpc::PublishReadonly,
+    Rpc::SingleNodeMultiWriter,
+    Rpc::ListVolumes,
+    Rpc::ListVolumesPublishedNodes,
+];
 
 /// Decides which node may use a volume.
 #[tonic::async_trait]
@@ -65,7 +78,16 @@ pub trait Attacher: Debug + Send + Sync {
     /// As [`Attacher::publish`].
     async fn unpublish(&self, volume: &str, node_id: Option<&str>, deadline: Instant)
     -> Result<()>;
+
+    /// Returns the volumes that nodes may use, with the ids of these nodes. Does not block.
+    ///
+    /// # Errors
+    /// Returns `Unavailable` if the state is not known.
+    fn published(&self) -> Result<Published>;
 }
+
+/// The ids of the nodes that may use a volume, by the id of the volume.
+pub type Published = BTreeMap<String, BTreeSet<String>>;
 
 /// How a node is to use a volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -258,6 +280,43 @@ impl Controller for AttachService {
         let shown = node.unwrap_or_default();
         self.exclusive("ControllerUnpublishVolume", volume, shown, deadline, call).await
     }
+
+    /// Lists the volumes that nodes may use, and no others. external-attacher compares them with the VolumeAttachments.
+    async fn list_volumes(
+        &self,
+        request: Request<csi::ListVolumesRequest>,
+    ) -> Result<Response<csi::ListVolumesResponse>, Status> {
+        let csi::ListVolumesRequest { max_entries, starting_token } = request.into_inner();
+        let published = checked(self.attacher.published())?;
+        page(&published, max_entries, &starting_token).map(Response::new)
+    }
+}
+
+/// Returns a page of ListVolumes. The one after it begins behind its last volume, also if that is gone meanwhile.
+fn page(
+    published: &Published,
+    max_entries: i32,
+    token: &str,
+) -> Result<csi::ListVolumesResponse, Status> {
+    use csi::list_volumes_response::{Entry, VolumeStatus};
+    let wanted = usize::try_from(max_entries)
+        .map_err(|_| Status::invalid_argument("the maximum number of entries is negative"))?;
+    let limit = if wanted == 0 { MAX_ENTRIES } else { wanted.min(MAX_ENTRIES) };
+    let start = match token.strip_prefix(TOKEN) {
+        Some(last) => Bound::Excluded(last),
+        None if token.is_empty() => Bound::Unbounded,
+        None => return Err(Status::aborted("the starting token is not one of this list")),
+    };
+    let mut rest = published.range::<str, _>((start, Bound::Unbounded));
+    let entry = |(volume_id, nodes): (&String, &BTreeSet<String>)| Entry {
+        volume: Some(csi::Volume { volume_id: volume_id.clone(), ..Default::default() }),
+        status: Some(VolumeStatus { published_node_ids: nodes.iter().cloned().collect() }),
+    };
+    let entries: Vec<Entry> = rest.by_ref().take(limit).map(entry).collect();
+    let last = entries.last().and_then(|entry| entry.volume.as_ref());
+    let last = last.filter(|_| rest.next().is_some());
+    let next_token = last.map(|volume| format!("{TOKEN}{}", volume.volume_id)).unwrap_or_default();
+    Ok(csi::ListVolumesResponse { entries, next_token })
 }
 
 fn checked<T>(result: Result<T>) -> Result<T, Status> {
@@ -304,5 +363,25 @@ mod tests {
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         assert!(node_id(&"n".repeat(257)).is_err());
         assert_eq!(node_id("").unwrap(), None);
+    }
+
+    #[test]
+    fn volumes_are_listed_in_pages() {
+        let nodes = BTreeSet::from(["a".to_owned()]);
+        let all: Published = (0..2500).map(|n| (format!("v{n:04}"), nodes.clone())).collect();
+        for (limit, pages) in [(0, 3), (1, 2500), (2500, 3), (500, 5)] {
+            let (mut listed, mut token, mut count) = (Vec::new(), String::new(), 0);
+            while count == 0 || !token.is_empty() {
+                let page = page(&all, limit, &token).unwrap();
+                listed
+                    .extend(page.entries.into_iter().map(|entry| entry.volume.unwrap().volume_id));
+                (token, count) = (page.next_token, count + 1);
+            }
+            assert_eq!((count, listed.iter().eq(all.keys())), (pages, true), "pages of {limit}");
+        }
+        assert_eq!(page(&all, -1, "").unwrap_err().code(), tonic::Code::InvalidArgument);
+        assert_eq!(page(&all, 0, "invalid-token").unwrap_err().code(), tonic::Code::Aborted);
+        let after_the_end = page(&all, 0, "after:w").unwrap();
+        assert!(after_the_end.entries.is_empty() && after_the_end.next_token.is_empty());
     }
 }

@@ -41,7 +41,7 @@ mod status;
 mod threads;
 mod volume_id;
 
-pub use attach::{Attacher, Usage, serve_attacher};
+pub use attach::{Attacher, Published, Usage, serve_attacher};
 pub use driver::Driver;
 pub use grants::{Grants, Kept, Permission};
 pub use source::image_uri;

@@ -1,6 +1,6 @@
 //! The interface between the calls of external-attacher (`calls`) and the composition, which serves them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 use std::future::Future;
 use std::pin::Pin;
@@ -47,6 +47,12 @@ pub trait Calls: Debug + Send + Sync {
         node_id: Option<&'a str>,
         deadline: Instant,
     ) -> CallAnswer<'a, ()>;
+
+    /// Returns the volumes that nodes may use, with the CSI ids of these nodes. Does not block.
+    ///
+    /// # Errors
+    /// Returns `Unavailable` if this process is not the leader any more.
+    fn published(&self) -> Result<BTreeMap<String, BTreeSet<String>>>;
 }
 
 /// The arguments of ControllerPublish.

@@ -4,7 +4,7 @@
 //! A request is stored in the VolumeAttachment, as with the own attacher. A call may therefore be interrupted
 //! anywhere and repeated, also after another process has become the leader.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -18,10 +18,11 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::attaching::{self, Way};
 use crate::call_server::{CallAnswer, Calls, Publish};
-use crate::cluster::{BY_NODE, Cluster, Key};
+use crate::cluster::{BY_NODE, Cluster, Key, grant_of};
 use crate::grant::{VOLUME_ANNOTATION, grant_name};
 use crate::queue::CONFLICT;
 use crate::source::{self, MODE_ANNOTATION, NODE_ID_ANNOTATION, Source};
+use crate::storage::Backing;
 
 /// How long a call waits for its VolumeAttachment: the watch may be later than the call.
 const ATTACHMENT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -59,6 +60,10 @@ impl Calls for OfLeader {
         deadline: Instant,
     ) -> CallAnswer<'a, ()> {
         Box::pin(async move { unpublish(&*self.cluster()?, volume, node_id, deadline).await })
+    }
+
+    fn published(&self) -> Result<BTreeMap<String, BTreeSet<String>>> {
+        self.cluster().map(|cluster| published(&cluster))
     }
 }
 
@@ -117,6 +122,41 @@ async fn unpublish(
         unpublish_node(cluster, &grant, &node, deadline).await?;
     }
     Ok(())
+}
+
+/// Returns the nodes that have grants, and those with attached volumes that are stored on them.
+fn published(cluster: &Cluster) -> BTreeMap<String, BTreeSet<String>> {
+    let mut published: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for grant in cluster.grants.mirror.all() {
+        let Some(volume) = grant.volume() else { continue };
+        for holder in &grant.spec.holders {
+            let id = node_id(cluster, &holder.node);
+            published.entry(volume.to_owned()).or_default().insert(id);
+        }
+    }
+    for known in cluster.attachments.mirror.all() {
+        let is_attached = known.status.as_ref().is_some_and(|status| status.attached);
+        if !is_attached || grant_of(&known).is_some() {
+            continue;
+        }
+        let volume = known.spec.source.persistent_volume_name.as_ref();
+        let volume = volume.and_then(|name| cluster.volumes.mirror.get(name));
+        let Ok(source) = source::of_attachment(&known, volume.as_deref()) else { continue };
+        let id = node_id(cluster, &known.spec.node_name);
+        let backing = cluster.storage.find(&source.handle);
+        if matches!(backing, Ok(Backing::Local { node_id }) if node_id == id) {
+            published.entry(source.handle).or_default().insert(id);
+        }
+    }
+    published
+}
+
+/// Returns the id of a node; its name, if the driver is not registered there any more.
+fn node_id(cluster: &Cluster, node: &str) -> String {
+    let known = cluster.csi_nodes.mirror.get(node);
+    let mut drivers = known.iter().flat_map(|known| &known.spec.drivers);
+    let driver = drivers.find(|known| known.name == cluster.config.driver);
+    driver.map_or_else(|| node.to_owned(), |driver| driver.node_id.clone())
 }
 
 /// Makes the VolumeAttachment of a call a request.

@@ -14,7 +14,7 @@ use crate::node::TestNode;
 use crate::rbd::{create, volumes};
 
 /// Creates an image, and returns its handle.
-async fn image(name: &'static str) -> String {
+pub(crate) async fn image(name: &'static str) -> String {
     tokio::task::spawn_blocking(move || create(name)).await.unwrap()
 }
 

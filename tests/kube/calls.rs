@@ -115,7 +115,24 @@ impl<'a> Attacher<'a> {
         Ok(client.controller_publish_volume(request).await?.into_inner().publish_context)
     }
 
-    async fn unpublish(&self, volume: &str, node: &str, timeout: Duration) -> Result<(), Status> {
+    /// Returns the nodes that may use a volume, as ListVolumes has them.
+    pub(crate) async fn published(&self, volume: &str) -> Vec<String> {
+        let mut client = ControllerClient::new(self.channel().await);
+        let request = csi::ListVolumesRequest::default();
+        let entries = client.list_volumes(request).await.unwrap().into_inner().entries;
+        let is_meant = |entry: &csi::list_volumes_response::Entry| {
+            entry.volume.as_ref().unwrap().volume_id == volume
+        };
+        let entry = entries.into_iter().find(is_meant);
+        entry.map(|entry| entry.status.unwrap().published_node_ids).unwrap_or_default()
+    }
+
+    pub(crate) async fn unpublish(
+        &self,
+        volume: &str,
+        node: &str,
+        timeout: Duration,
+    ) -> Result<(), Status> {
         let mut request = Request::new(csi::ControllerUnpublishVolumeRequest {
             volume_id: volume.to_owned(),
             node_id: node.to_owned(),
@@ -153,6 +170,7 @@ fn row_28_external_attacher_finds_what_it_needs() {
             known.get_ref().capabilities.iter().any(|known| known.r#type == Some(kind))
         };
         assert!(has(Rpc::PublishUnpublishVolume) && has(Rpc::PublishReadonly));
+        assert!(has(Rpc::ListVolumes) && has(Rpc::ListVolumesPublishedNodes));
         assert!(!has(Rpc::CreateDeleteVolume));
         let other = client.create_volume(csi::CreateVolumeRequest::default()).await;
         assert_eq!(other.unwrap_err().code(), Code::Unimplemented);

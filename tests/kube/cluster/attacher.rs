@@ -16,6 +16,7 @@ fn external_attacher(attacher: &Attacher<'_>, timeout: Duration) -> Sidecar {
     let more = [
         format!("--csi-address={}", attacher.socket().display()),
         format!("--timeout={}s", timeout.as_secs()),
+        "--reconcile-sync=1s".to_owned(),
         "--feature-gates=MutableCSINodeAllocatableCount=true".to_owned(),
     ];
     let directory = attacher.socket().parent().unwrap().to_owned();
@@ -122,6 +123,39 @@ fn row_33_external_attacher_continues_with_the_next_leader() {
         let controller = attacher.controller();
         let _sidecar = external_attacher(&attacher, Duration::from_secs(15));
         world.gone(&attachment).await;
+        controller.stop().await;
+    });
+}
+
+#[test]
+fn row_14_external_attacher_finds_a_volume_that_is_not_published_any_more() {
+    run(async |world: World, objects: Objects| {
+        let attacher = Attacher::new(&world);
+        let controller = attacher.controller();
+        let _sidecar = external_attacher(&attacher, Duration::from_secs(15));
+        let a = Kubelet::start(&world, &objects, "a").await;
+        let volume = claim(&world, &objects, "v", HANDLE).await;
+        let (_, attachment, generation) = a.start_pod("pod", &volume).await;
+        assert_eq!(attacher.published(HANDLE).await, [&*a.node]);
+        let handle = format!("local/{}/v", a.node);
+        let local = claim(&world, &objects, "local", &handle).await;
+        a.pod("local", &local).await;
+        a.reported(&handle, true).await;
+        assert_eq!(attacher.published(&handle).await, [&*a.node]);
+
+        // Another caller takes the volume from all nodes, and csi-attacher does not know about it.
+        let released = async {
+            world.revoked(HANDLE, &a.node).await;
+            world.release(HANDLE, &a.node, generation).await;
+        };
+        let timeout = Duration::from_secs(30);
+        let (ended, ()) = tokio::join!(attacher.unpublish(HANDLE, "", timeout), released);
+        ended.unwrap();
+        eventually("it is published again", async || {
+            (world.attached(&attachment).await == generation.next()).then_some(())
+        })
+        .await;
+        assert_eq!(attacher.published(HANDLE).await, [&*a.node]);
         controller.stop().await;
     });
 }

@@ -2,6 +2,7 @@
 //! kube-scheduler, and the sidecars of CSI. They work on a control plane of their own, because they change objects of
 //! other tests too. Nodes are objects only: the tests do what kubelet does.
 
+mod agents;
 mod attach_detach;
 mod attacher;
 mod installed;
