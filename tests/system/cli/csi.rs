@@ -2,10 +2,14 @@
 
 use std::fs;
 use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use cleat_csi_api::pluginregistration as registration;
+use hyper_util::rt::TokioIo;
+use registration::registration_client::RegistrationClient;
 use serde_json::{Value, json};
 
 /// A daemon with the services of a node and of a controller.
@@ -24,6 +28,8 @@ impl Daemon {
         let root = tempfile::tempdir().expect("a directory");
         let path = |name: &str| root.path().join(name);
         fs::create_dir(path("volumes")).expect("a directory");
+        // kubelet makes it.
+        fs::create_dir_all(path("kubelet/plugins_registry")).expect("a directory");
         let text = format!(
             "runtime_dir = {:?}\nstate_dir = {:?}\nmodprobe = false\nnode_name = \"n1\"\n[csi]\n\
              kubelet_dir = {:?}\ndirectories = {{ d = {:?} }}\nclusters = {:?}\n",
@@ -125,6 +131,38 @@ fn a_person_can_make_each_call_of_csi() {
     let error = String::from_utf8_lossy(&missing.stderr).into_owned();
     assert!(!missing.status.success() && error.starts_with("cleat: error: "), "{error}");
     assert!(error.contains('x'), "{error}");
+}
+
+/// What kubelet does with the socket that it finds. The number is that of the behaviour in docs/controller.md.
+#[test]
+fn row_34_kubelet_finds_the_driver_and_only_its_user_can_connect() {
+    let daemon = Daemon::start();
+    let socket = daemon.root.path().join("kubelet/plugins_registry/cleat.csi.storage-reg.sock");
+    test_kit::wait::wait_until("the driver can be registered", || socket.exists());
+    for path in [Path::new(&daemon.endpoint()), &socket] {
+        let mode = fs::metadata(path).expect("the socket").permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "{}", path.display());
+    }
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let info = runtime.block_on(async {
+        let connector = tower::service_fn(move |_| {
+            let socket = socket.clone();
+            async move { tokio::net::UnixStream::connect(socket).await.map(TokioIo::new) }
+        });
+        let endpoint = tonic::transport::Endpoint::from_static("http://cleat.invalid");
+        let channel = endpoint.connect_with_connector(connector).await.expect("a connection");
+        let mut kubelet = RegistrationClient::new(channel);
+        let info = kubelet.get_info(registration::InfoRequest {}).await.expect("an answer");
+        let status =
+            registration::RegistrationStatus { plugin_registered: true, ..Default::default() };
+        kubelet.notify_registration_status(status).await.expect("an answer");
+        info.into_inner()
+    });
+    assert_eq!((&*info.r#type, &*info.name), ("CSIPlugin", "cleat.csi.storage"));
+    assert_eq!(
+        (info.endpoint, &*info.supported_versions),
+        (daemon.endpoint(), &["1.0.0".to_owned()][..])
+    );
 }
 
 #[test]
