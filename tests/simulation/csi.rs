@@ -12,8 +12,8 @@ mod machine;
 mod steps;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use cleat_csi::host::Kind;
 
@@ -97,6 +97,7 @@ struct Case {
 
 #[test]
 fn csi_calls_are_killed_at_every_step() {
+    let _turn = crate::ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let cases = VOLUMES
         .into_iter()
         .flat_map(|volume| CALLS.map(|(before, call, undo)| Case { volume, before, call, undo }));

@@ -28,8 +28,8 @@ mod world;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The seeds of a full test.
@@ -41,8 +41,13 @@ const REGRESSIONS: &[u64] = &[2790, 3624, 9283, 100_600];
 /// The number of failures that are printed in full. Of the others only one line is printed.
 const SHOWN: usize = 3;
 
+/// Held by each test: the recording of one covers the threads of all, and which events are recorded is decided for the
+/// whole process.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
 #[test]
 fn every_seed_ends_well() {
+    let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(seed) = number("CLEAT_SIM_SEED") {
         let (failures, trace) = trace::record(|| run(seed));
         println!("{:#?}\n{trace}", scenario::of(seed));
