@@ -1,15 +1,15 @@
-//! The sweeper: removes grants that nobody needs any more, at the start of a leader and once a day. Such a grant is left
-//! when its PersistentVolume was deleted while no controller ran, or without its finalizer, and after an inline volume.
+//! The sweeper: removes grants that nobody needs any more, at the start of a leader and once a day. Such a grant is
+//! left when its PersistentVolume was deleted while no controller ran, or without its finalizer, and after an inline
+//! volume.
 //!
-//! A grant is removed only if all of this was read: no PersistentVolume has the volume, no VolumeAttachment asks for it,
-//! no node holds it, no fence waits for its node to clean up, and the storage has no claim of it or does not have it.
-//! The removal is conditional on the version of the grant from which this follows. The next generation of the volume is
-//! in the record at the storage, so a grant that is made anew later continues there.
+//! A grant is removed only if all of this was read: no PersistentVolume has the volume, no VolumeAttachment asks for
+//! it, no node holds it, no fence waits for its node to clean up, and the storage has no claim of it or does not have
+//! it. The removal is conditional on the version of the grant from which this follows. The next generation of the
+//! volume is in the record at the storage, so a grant that is made anew later continues there.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{ErrorKind, Result};
 use kube::ResourceExt;
 use kube::api::{DeleteParams, Preconditions};
@@ -17,13 +17,10 @@ use kube::api::{DeleteParams, Preconditions};
 use crate::api::{call, is_conflict, message};
 use crate::cluster::Cluster;
 use crate::grant::VolumeGrant;
-use crate::storage::Backing;
+use crate::storage::{self, Backing};
 
 /// The time between two sweeps.
 const PERIOD: Duration = Duration::from_secs(24 * 3600);
-
-/// The timeout of a call to the storage.
-const STORAGE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Sweeps until the future is dropped.
 pub(crate) async fn run(cluster: Arc<Cluster>) {
@@ -79,13 +76,9 @@ async fn sweep(cluster: &Cluster, grant: &VolumeGrant) -> Result<bool> {
 async fn has_claims(cluster: &Cluster, grant: &VolumeGrant) -> Result<bool> {
     let Some(handle) = grant.volume() else { return Ok(true) };
     let Backing::Granted(storage) = cluster.storage.find(handle)? else { return Ok(true) };
-    let deadline = SystemClock.now() + STORAGE_TIMEOUT;
-    let running = tokio::task::spawn_blocking(move || storage.record(deadline));
-    match tokio::time::timeout(STORAGE_TIMEOUT, running).await {
-        Ok(Ok(Ok(record))) => Ok(!record.claims.is_empty()),
-        Ok(Ok(Err(error))) if error.kind() == ErrorKind::NotFound => Ok(false),
-        Ok(Ok(Err(error))) => Err(error),
-        // It did not answer in time: nothing is proved.
-        Ok(Err(_)) | Err(_) => Ok(true),
+    match storage::on_thread(&storage, handle, |storage, deadline| storage.record(deadline)).await {
+        Ok(record) => Ok(!record.claims.is_empty()),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
     }
 }

@@ -4,7 +4,6 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_grants::controller::{self, Change, RevocationReason, Step, View, Waiting};
 use cleat_grants::object::{FenceEntry, GrantSpec, Time, Version};
@@ -21,10 +20,7 @@ use crate::events::describe;
 use crate::grant::{self, FINALIZER, VOLUME_ANNOTATION, VolumeGrant};
 use crate::queue::Next;
 use crate::source;
-use crate::storage::{Backing, Fencing};
-
-/// The timeout of a call to the storage.
-const STORAGE_TIMEOUT: Duration = Duration::from_secs(30);
+use crate::storage::{self, Backing, Fencing};
 
 /// The maximum number of steps before other volumes get their turn.
 const MAX_STEPS: usize = 16;
@@ -227,24 +223,11 @@ impl<'a> ObservedVolume<'a> {
         }
     }
 
-    /// Runs a call of the storage, which blocks, on a thread of its own.
     async fn at_storage<T: Send + 'static>(
         &self,
         run: impl FnOnce(&dyn Fencing, std::time::Instant) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        let storage = Arc::clone(&self.storage);
-        let deadline = SystemClock.now() + STORAGE_TIMEOUT;
-        let running = tokio::task::spawn_blocking(move || run(storage.as_ref(), deadline));
-        let ended = tokio::time::timeout(STORAGE_TIMEOUT, running).await;
-        let failed = |kind, why: &str| {
-            let message = format!("the storage of volume {}: {why}", self.handle);
-            Err(Error::new(kind, message))
-        };
-        match ended {
-            Ok(Ok(result)) => result,
-            Ok(Err(_)) => failed(ErrorKind::Internal, "the call has failed"),
-            Err(_) => failed(ErrorKind::TimedOut, "it did not answer in time"),
-        }
+        storage::on_thread(&self.storage, &self.handle, run).await
     }
 
     /// Looks at the API server whether the volume is still requested for a node. Two watches do not proceed at the
