@@ -4,8 +4,8 @@
 //!
 //! The desired state follows from the pods, their claims, the volumes and the nodes, and the actual state from the
 //! VolumeAttachments and the grants. Nothing is remembered, so a new leader continues where the old one has ended. Each
-//! volume is worked on by one task at a time, and a call that fails is repeated with the backoff of the queue; no object
-//! is written before it.
+//! volume is worked on by one task at a time, and a call that fails is repeated with the backoff of the queue; no
+//! object is written before it.
 
 mod plan;
 pub(crate) mod pods;
@@ -84,9 +84,9 @@ pub(crate) async fn sync(cluster: &Cluster, wanted: &Wanted, name: &str) -> Resu
         attach(cluster, volume.as_deref(), name, node).await?;
     }
     report(cluster, wanted, name, refused).await;
-    let waits = facts.attachments.iter().any(|known| !known.unused && !known.ending);
     let is_needed = |node: &str| facts.pods.iter().any(|pod| pod.node == node);
-    let waits = waits && facts.attachments.iter().any(|known| !is_needed(&known.node));
+    let mut attached = facts.attachments.iter().filter(|known| !known.ending);
+    let waits = attached.any(|known| !known.unused && !is_needed(&known.node));
     Ok(if waits { Next::After(LOOK_AGAIN) } else { Next::Done })
 }
 
@@ -169,6 +169,7 @@ async fn detach(cluster: &Cluster, name: &str) -> Result<()> {
                 node = known.spec.node_name,
                 "detaching: no pod needs it"
             );
+            // The answer has the object in both cases: whether it is gone, or has finalizers and is ending.
             cluster.attachments.refresh(name).await.map(drop)
         }
         Err(error) if error.kind() == ErrorKind::NotFound => {
