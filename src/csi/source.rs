@@ -19,6 +19,9 @@ use crate::volume_id::{VolumeId, mapping_name};
 /// The maximum size of the file of clusters, in bytes.
 const MAX_CLUSTERS: u64 = 1 << 20;
 
+/// The option of a URI with which several nodes write to an image.
+const SHARED: &str = "lock=shared";
+
 /// One entry of the file of clusters, in the form of ceph-csi's `config.json`, with fields of its own that
 /// ceph-csi ignores. Other fields of ceph-csi are ignored.
 #[derive(Debug, Clone, Deserialize)]
@@ -114,9 +117,11 @@ fn shared(uri: String, id: &str) -> Result<String> {
         return Err(Error::new(ErrorKind::InvalidArgument, message)
             .with_repair("use the access mode ReadWriteOnce"));
     }
-    let has_mode = uri.contains("lock=shared");
-    let separator = if uri.contains('?') { '&' } else { '?' };
-    Ok(if has_mode { uri } else { format!("{uri}{separator}lock=shared") })
+    Ok(match uri.split_once('?') {
+        Some((_, options)) if options.split('&').any(|option| option == SHARED) => uri,
+        Some(_) => format!("{uri}&{SHARED}"),
+        None => format!("{uri}?{SHARED}"),
+    })
 }
 
 /// Returns whether a volume is an RBD image whose Ceph client the secrets of a call can name.
@@ -345,6 +350,7 @@ mod tests {
             ("rbd:p/i", "rbd:p/i?lock=shared"),
             ("rbd:p/i?id=a", "rbd:p/i?id=a&lock=shared"),
             ("rbd:p/i?lock=shared", "rbd:p/i?lock=shared"),
+            ("rbd:p/lock=shared", "rbd:p/lock=shared?lock=shared"),
         ] {
             assert_eq!(shared(uri.to_owned(), "v").unwrap(), expected);
         }
