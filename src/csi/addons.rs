@@ -1,5 +1,6 @@
 //! CSI-Addons, on the socket of the driver: who it is, and giving unused space back to the storage: that of a
-//! filesystem on the node (fstrim), and blocks of zeroes at the controller. The operator of CSI-Addons calls it through its sidecar. `network_fence` has its other service.
+//! filesystem on the node (fstrim), and blocks of zeroes at the controller. The operator of CSI-Addons calls it through
+//! its sidecar. `network_fence` has its other service.
 
 use addons::identity::capability::{self as kinds, network_fence, reclaim_space, service};
 use addons::identity::identity_server::Identity;

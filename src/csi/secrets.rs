@@ -1,5 +1,5 @@
-//! The secrets of a request: the key of a Ceph client and the passphrase of a volume, in the words of ceph-csi. They never reach a log, an error
-//! or the disk, and are overwritten when they are dropped.
+//! The secrets of a request: the key of a Ceph client and the passphrase of a volume, in the words of ceph-csi.
+//! They never reach a log, an error or the disk, and are overwritten when they are dropped.
 
 use std::collections::BTreeMap;
 use std::path::Path;

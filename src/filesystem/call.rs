@@ -1,8 +1,8 @@
 //! Starts a program, waits for its end, and decides what happens to it at the deadline.
 //!
-//! A program runs in a process group of its own, in the directory `/`, without input unless the caller gives it one,
-//! and with an environment that consists of `PATH`, `LC_ALL=C` and what the caller adds. A task of its own waits for each program, so that
-//! its end is noticed also after the caller has left.
+//! A program runs in a process group of its own, in the directory `/`, without input unless the caller gives it
+//! one, and with an environment that consists of `PATH`, `LC_ALL=C` and what the caller adds. A task of its own
+//! waits for each program, so that its end is noticed also after the caller has left.
 
 use std::ffi::OsString;
 use std::io;

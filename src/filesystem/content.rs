@@ -79,7 +79,8 @@ pub async fn content(device: &Path, deadline: Instant) -> Result<Content> {
     })
 }
 
-/// Returns the position of the first data in a device without a signature, or in the device where its content is stored.
+/// Returns the position of the first data in a device without a signature, or in the device where its content is
+/// stored.
 fn search(device: &Path, stored: Option<Stored>, deadline: Instant) -> Result<Option<u64>> {
     let exclusive = open_exclusively(device)?;
     let (device, below, start) = match &stored {

@@ -108,8 +108,8 @@ fn kernel_has_selinux() -> bool {
     known.split_whitespace().any(|name| name == "selinuxfs")
 }
 
-/// The error for a context that mount(8) has left out without a word. It does so where libselinux does not find SELinux,
-/// as in a container without the directories of the host. The pods could not use the files then.
+/// The error for a context that mount(8) has left out without a word. It does so where libselinux does not find
+/// SELinux, as in a container without the directories of the host. The pods could not use the files then.
 fn without_context(target: &Path) -> Error {
     let message = format!(
         "mount(8) has left out the SELinux context of {}: it does not find SELinux, which the kernel has",

@@ -15,7 +15,8 @@ use crate::volume_id::mapping_name;
 const ENCRYPTED: &str = "crypto_LUKS";
 
 /// Returns the device with the decrypted content of `mapped`, which it makes if there is none. An empty volume becomes
-/// an encrypted one. Removes a device of the same name that is on another device, with its mount at the staging path `path`.
+/// an encrypted one. Removes a device of the same name that is on another device, with its mount at the staging path
+/// `path`.
 ///
 /// # Errors
 /// Returns `InUse` for a volume that contains anything but an encrypted device, and if a stale device has users;
