@@ -17,7 +17,7 @@ use std::sync::{Mutex, PoisonError};
 
 use cleat_csi::host::Kind;
 
-use calls::{Call, STAGING, Volume, directory};
+use calls::{Call, Event, STAGING, Volume, directory};
 use life::{Play, State};
 use machine::Stored;
 use steps::{Kill, Moment};
@@ -47,21 +47,59 @@ const VOLUMES: [Volume; 8] = [
     Volume { title: "block", content: Stored::Data, block: true, ..EMPTY },
 ];
 
-/// The calls that are interrupted, each with the calls before it and those that undo it.
-const CALLS: [(&[Call], Call, &[Call]); 6] = [
-    (&[], Call::Stage, &[Call::Unstage]),
-    (&[Call::Stage], Call::Publish, &[Call::Unpublish, Call::Unstage]),
+/// A call that is interrupted.
+#[derive(Debug, Clone, Copy)]
+struct Interrupted {
+    /// The calls before it.
+    before: &'static [Call],
+    /// What happens to the volume after them.
+    event: Event,
+    call: Call,
+    /// The calls that undo it.
+    undo: &'static [Call],
+}
+
+const END: &[Call] = &[Call::Unpublish, Call::Unstage];
+const CALLS: [Interrupted; 8] = [
+    Interrupted::new(&[], Call::Stage, &[Call::Unstage]),
+    Interrupted::new(&[Call::Stage], Call::Publish, END),
     // kubelet does not always repeat NodeStageVolume.
-    (&[], Call::Publish, &[Call::Unpublish, Call::Unstage]),
-    (&[Call::Stage, Call::Publish], Call::Expand, &[Call::Unpublish, Call::Unstage]),
-    (&[Call::Stage, Call::Publish], Call::Unpublish, &[Call::Publish]),
-    (&[Call::Stage], Call::Unstage, &[Call::Stage]),
+    Interrupted::new(&[], Call::Publish, END),
+    Interrupted {
+        event: Event::Grows,
+        ..Interrupted::new(&[Call::Stage, Call::Publish], Call::Expand, END)
+    },
+    Interrupted::new(&[Call::Stage, Call::Publish], Call::Unpublish, &[Call::Publish]),
+    Interrupted::new(&[Call::Stage], Call::Unstage, &[Call::Stage]),
+    // Both end by force. Only then can the volume be staged again.
+    Interrupted {
+        event: Event::Fenced,
+        ..Interrupted::new(&[Call::Stage], Call::Unstage, &[Call::Unstage, Call::Stage])
+    },
+    Interrupted {
+        event: Event::Hangs,
+        ..Interrupted::new(&[Call::Stage], Call::Unstage, &[Call::Unstage, Call::Stage])
+    },
 ];
 
+impl Interrupted {
+    /// Returns the name of the call, and what happens before it.
+    fn title(&self) -> String {
+        match self.event {
+            Event::Nothing | Event::Grows => format!("{:?}", self.call),
+            event => format!("{:?} ({event:?})", self.call),
+        }
+    }
+
+    const fn new(before: &'static [Call], call: Call, undo: &'static [Call]) -> Self {
+        Self { before, event: Event::Nothing, call, undo }
+    }
+}
+
 /// Steps that each call must have, for one volume or another.
-const STEPS: [(Call, &[&str]); 5] = [
+const STEPS: [(&str, &[&str]); 7] = [
     (
-        Call::Stage,
+        "Stage",
         &[
             "connect a device",
             "make the directory",
@@ -75,12 +113,14 @@ const STEPS: [(Call, &[&str]); 5] = [
         ],
     ),
     (
-        Call::Publish,
+        "Publish",
         &["make the directory", "make the file", "change the group", "bind", "bind the device"],
     ),
-    (Call::Expand, &["a call that blocks", "grow the decrypted device", "grow"]),
-    (Call::Unpublish, &["unmount", "remove"]),
-    (Call::Unstage, &["unmount", "lock", "flush the device", "disconnect the device"]),
+    ("Expand", &["a call that blocks", "grow the decrypted device", "grow"]),
+    ("Unpublish", &["unmount", "remove"]),
+    ("Unstage", &["unmount", "lock", "flush the device", "disconnect the device"]),
+    ("Unstage (Fenced)", &["unmount the device", "lock", "disconnect the device"]),
+    ("Unstage (Hangs)", &["unmount", "lock", "flush the device", "disconnect the device"]),
 ];
 
 /// The names of the steps of each call, and the number of points at which it was killed.
@@ -90,9 +130,7 @@ type Killed = BTreeMap<String, (usize, BTreeSet<String>)>;
 #[derive(Debug, Clone, Copy)]
 struct Case {
     volume: Volume,
-    before: &'static [Call],
-    call: Call,
-    undo: &'static [Call],
+    interrupted: Interrupted,
 }
 
 #[test]
@@ -100,7 +138,7 @@ fn csi_calls_are_killed_at_every_step() {
     let _turn = crate::ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let cases = VOLUMES
         .into_iter()
-        .flat_map(|volume| CALLS.map(|(before, call, undo)| Case { volume, before, call, undo }));
+        .flat_map(|volume| CALLS.map(|interrupted| Case { volume, interrupted }));
     let cases: Vec<Case> = cases.collect();
     let (next, killed) = (AtomicUsize::new(0), Mutex::new(Killed::new()));
     let failures = Mutex::new(Vec::new());
@@ -111,7 +149,7 @@ fn csi_calls_are_killed_at_every_step() {
                 while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let (points, steps, failed) = case.check();
                     let mut killed = killed.lock().unwrap();
-                    let of_call = killed.entry(format!("{:?}", case.call)).or_default();
+                    let of_call = killed.entry(case.interrupted.title()).or_default();
                     of_call.0 += points;
                     of_call.1.extend(steps);
                     failures.lock().unwrap().extend(failed);
@@ -126,21 +164,22 @@ fn csi_calls_are_killed_at_every_step() {
     let failures = failures.into_inner().unwrap();
     assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures.join("\n"));
     for (call, wanted) in STEPS {
-        let steps = &killed[&format!("{call:?}")].1;
+        let steps = &killed[call].1;
         let has = |wanted: &&&str| steps.iter().any(|step| step.starts_with(**wanted));
         let missing: Vec<_> = wanted.iter().filter(|wanted| !has(wanted)).collect();
-        assert!(missing.is_empty(), "{call:?} has no steps {missing:?}: {steps:#?}");
+        assert!(missing.is_empty(), "{call} has no steps {missing:?}: {steps:#?}");
     }
 }
 
 impl Case {
     /// Kills the call at every point. Returns the number of points, the steps, and what is wrong.
     fn check(&self) -> (usize, Vec<String>, Vec<String>) {
-        let steps = Play::new(self.volume).first_life(self.before, self.call, None).0;
-        let title = format!("{:?} of {} after {:?}", self.call, self.volume.title, self.before);
+        let Interrupted { before, event, call, undo } = self.interrupted;
+        let steps = Play::new(self.volume).first_life(before, event, call, None).0;
+        let title = self.interrupted.title();
+        let title = format!("{title} of {} after {before:?}", self.volume.title);
         let mut failures = Vec::new();
-        let wanted =
-            [&[self.call][..], self.undo].map(|calls| self.ends(None, calls, &mut failures));
+        let wanted = [&[call][..], undo].map(|calls| self.ends(None, calls, &mut failures));
         if !failures.is_empty() {
             let failures = failures.iter().map(|what| format!("{title}: {what}"));
             return (0, steps, failures.collect());
@@ -148,7 +187,7 @@ impl Case {
         let mut points = 0;
         for (step, name) in steps.iter().enumerate() {
             for moment in [Moment::Before, Moment::During, Moment::After] {
-                for (calls, wanted) in [&[self.call][..], self.undo].into_iter().zip(&wanted) {
+                for (calls, wanted) in [&[call][..], undo].into_iter().zip(&wanted) {
                     let mut wrong = Vec::new();
                     match self.ends(Some((step, moment)), calls, &mut wrong) {
                         Some(state) if Some(&state) != wanted.as_ref() => {
@@ -171,18 +210,23 @@ impl Case {
     /// the step has no such moment. At the end, everything is undone.
     fn ends(&self, kill: Option<Kill>, calls: &[Call], wrong: &mut Vec<String>) -> Option<State> {
         let play = Play::new(self.volume);
-        let (_, was_killed) = play.first_life(self.before, self.call, kill);
+        let Interrupted { before, event, call, undo } = self.interrupted;
+        let (_, was_killed) = play.first_life(before, event, call, kill);
         if kill.is_some() && !was_killed {
             return None;
         }
+        if calls == undo {
+            play.happens(event, false);
+        }
         play.next_life(calls);
         let mut state = play.state();
-        if calls == [Call::Unstage] || calls == [Call::Unpublish, Call::Unstage] {
+        if calls == [Call::Unstage] || calls == END {
             // How far the call came differs.
             state.paths.retain(|path| *path != directory(STAGING));
             state.content = String::new();
         }
-        play.next_life(&[Call::Unpublish, Call::Unstage]);
+        play.happens(event, false);
+        play.next_life(END);
         wrong.extend(play.world.violations());
         wrong.extend(self.leftovers(&play.state()));
         Some(state)

@@ -25,6 +25,18 @@ pub(crate) enum Call {
     Unstage,
 }
 
+/// What happens to the volume before a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Event {
+    Nothing,
+    /// It gets twice its size.
+    Grows,
+    /// Another client fences this one.
+    Fenced,
+    /// Its storage answers no request.
+    Hangs,
+}
+
 /// A volume, and how it is used.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Volume {

@@ -13,7 +13,7 @@ use cleat_node::daemon::{Node, Parts};
 use tokio::time::{sleep, timeout};
 use tonic::Code;
 
-use super::calls::{Call, Volume};
+use super::calls::{Call, Event, Volume};
 use super::host::SimHost;
 use super::machine::Machine;
 use super::steps::{Kill, Moment, Steps, kill};
@@ -61,11 +61,12 @@ impl Play {
         Self { world, machine: Arc::new(Mutex::new(machine)), volume }
     }
 
-    /// Runs a supervisor that makes each of `before` and then `last`, and is killed at `kill` in the last call. Returns
-    /// the names of the last call's steps, and whether it was killed.
+    /// Runs a supervisor that makes each of `before` and, after the event, `last`. It is killed at `at` in the last call.
+    /// Returns the names of the last call's steps, and whether it was killed.
     pub(crate) fn first_life(
         &self,
         before: &[Call],
+        event: Event,
         last: Call,
         at: Option<Kill>,
     ) -> (Vec<String>, bool) {
@@ -74,9 +75,10 @@ impl Play {
             for call in before {
                 self.succeed(driver, *call).await;
             }
-            if last == Call::Expand {
-                let mut state = self.world.state();
-                state.disks.get_mut(Volume::URI).expect("the volume").size = 2 * Volume::SIZE;
+            self.happens(event, true);
+            if matches!(event, Event::Fenced | Event::Hangs) {
+                // The supervisor learns of it.
+                sleep(PAUSE).await;
             }
             steps.count(true);
             let answer = self.volume.call(driver, last).await;
@@ -86,6 +88,20 @@ impl Play {
             }
         });
         (steps.names(), steps.has_killed())
+    }
+
+    /// Begins an event, or ends it if it does not last.
+    pub(crate) fn happens(&self, event: Event, begins: bool) {
+        let mut state = self.world.state();
+        let disk = state.disks.get_mut(Volume::URI).expect("the volume");
+        match event {
+            Event::Grows if begins => disk.size = 2 * Volume::SIZE,
+            Event::Hangs => disk.hung = begins,
+            Event::Fenced if begins => {
+                state.workers.values_mut().for_each(|worker| worker.fenced = true);
+            }
+            Event::Nothing | Event::Grows | Event::Fenced => {}
+        }
     }
 
     /// Runs a supervisor that makes these calls until they succeed.

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_csi::host::{DeviceNumber, Kind, MountInfo};
-use cleat_kernel::Holder;
 use cleat_kernel::sim::SimKernel;
+use cleat_kernel::{Holder, Kernel as _};
 
 use crate::clock;
 
@@ -224,8 +224,16 @@ impl Machine {
         self.work.iter().find(|work| work.index == index).map(|work| work.name.clone())
     }
 
-    /// Ends the programs whose time is over.
+    /// Ends the programs whose time is over, and removes the mounts that the kernel has detached.
     pub(crate) fn settle(&mut self) {
+        let Self { kernel, mounts, unlocked, .. } = self;
+        mounts.retain(|mount| {
+            let above = unlocked.iter().find(|device| Self::above(device.below) == mount.index);
+            let index = above.map_or(mount.index, |device| device.below);
+            let holders = kernel.holders(index).unwrap_or_default();
+            let is_it = |holder: &Holder| matches!(holder, Holder::Mount { path, .. } if *path == mount.path);
+            index == FOREIGN || mount.shown == Shown::Node || holders.iter().any(is_it)
+        });
         let (ended, running): (Vec<Work>, Vec<Work>) =
             std::mem::take(&mut self.work).into_iter().partition(|work| work.ends <= clock::now());
         self.work = running;

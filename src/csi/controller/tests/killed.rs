@@ -5,13 +5,19 @@
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::time::Duration;
 
 use cleat_backend::CredentialSet;
 use cleat_backend::claimant::Claimant;
 
 use super::stepped::{Moment, STEPPED, Steps, install};
 use super::*;
+use cleat_csi_api::addons::reclaimspace::ControllerReclaimSpaceRequest;
+use csi::group_controller_server::GroupController as _;
+
+use crate::controller::group_id::GroupId;
 use crate::controller::volumes::content_source;
+use crate::volume_id::VolumeId;
 
 /// A call that changes something.
 #[derive(Debug, Clone, Copy)]
@@ -28,6 +34,10 @@ enum Call {
     Modify(&'static str),
     Publish(&'static str),
     Unpublish(&'static str),
+    /// Takes a group snapshot of the volumes `source` and `made`.
+    Group,
+    DeleteGroup,
+    Reclaim(&'static str),
 }
 
 /// The size of the volumes, in bytes. Small, because the test makes hundreds.
@@ -54,7 +64,7 @@ struct Case {
     points: usize,
 }
 
-const CASES: [Case; 14] = [
+const CASES: [Case; 17] = [
     // No caller knows the id before the volume is complete.
     Case::new(6, &[], EMPTY, &[EMPTY, Call::Delete(MADE)]),
     Case::new(7, &[], Call::Create("made", Some(SNAPSHOT)), &[Call::Delete(MADE)]),
@@ -73,6 +83,11 @@ const CASES: [Case; 14] = [
     Case::new(2, &[EMPTY], Call::Modify(MADE), &[Call::Delete(MADE)]),
     Case::new(2, &[EMPTY], Call::Publish(MADE), &[Call::Unpublish(MADE), Call::Delete(MADE)]),
     Case::new(2, &[EMPTY, Call::Publish(MADE)], Call::Unpublish(MADE), &[Call::Delete(MADE)]),
+    // No caller knows the id before the group is complete.
+    Case::new(26, &[EMPTY], Call::Group, &[Call::Group, Call::DeleteGroup]),
+    // Its volumes can be deleted as long as it has no snapshot.
+    Case::new(4, &[EMPTY, Call::Group], Call::DeleteGroup, &[]),
+    Case::new(2, &[EMPTY], Call::Reclaim(MADE), &[Call::Delete(MADE)]),
 ];
 
 impl Case {
@@ -179,9 +194,12 @@ impl Scene {
                     service.delete_snapshot(Request::new(request)).await?.into_inner()
                 ))
             }
-            Call::Expand(id) | Call::Modify(id) | Call::Publish(id) | Call::Unpublish(id) => {
-                change(service, call, id.to_owned()).await
-            }
+            Call::Group | Call::DeleteGroup => change_group(service, call).await,
+            Call::Expand(id)
+            | Call::Modify(id)
+            | Call::Publish(id)
+            | Call::Unpublish(id)
+            | Call::Reclaim(id) => change(service, call, id.to_owned()).await,
         }
     }
 
@@ -280,6 +298,12 @@ async fn change(
                 service.controller_publish_volume(Request::new(request)).await?.into_inner()
             )
         }
+        Call::Reclaim(_) => {
+            let request = ControllerReclaimSpaceRequest { volume_id, ..Default::default() };
+            let deadline = Instant::now() + Duration::from_secs(10);
+            let answer = service.0.controller_reclaim_space(request, deadline).await?;
+            format!("{:?}", answer.into_inner())
+        }
         _ => {
             let request =
                 csi::ControllerUnpublishVolumeRequest { volume_id, node_id, ..Default::default() };
@@ -289,6 +313,34 @@ async fn change(
             )
         }
     })
+}
+
+/// Makes or removes the group snapshot, and returns the answer as text.
+async fn change_group(service: &ControllerService, call: Call) -> Result<String, Status> {
+    let volumes = [SOURCE, MADE];
+    let parsed = volumes.map(|id| VolumeId::parse(id).unwrap());
+    let group = GroupId::new("group", &parsed);
+    if matches!(call, Call::Group) {
+        let request = csi::CreateVolumeGroupSnapshotRequest {
+            name: "group".to_owned(),
+            source_volume_ids: volumes.map(str::to_owned).to_vec(),
+            ..Default::default()
+        };
+        let answer = service.create_volume_group_snapshot(Request::new(request)).await?;
+        let mut made = answer.into_inner().group_snapshot.unwrap_or_default();
+        made.creation_time = None;
+        made.snapshots.iter_mut().for_each(|snapshot| snapshot.creation_time = None);
+        return Ok(format!("{made:?}"));
+    }
+    let request = csi::DeleteVolumeGroupSnapshotRequest {
+        group_snapshot_id: group.to_string(),
+        snapshot_ids: volumes.map(|id| format!("{id}@{}", group.snapshot())).to_vec(),
+        ..Default::default()
+    };
+    Ok(format!(
+        "{:?}",
+        service.delete_volume_group_snapshot(Request::new(request)).await?.into_inner()
+    ))
 }
 
 #[tokio::test]

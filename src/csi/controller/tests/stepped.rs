@@ -1,14 +1,17 @@
-//! File volumes whose store stops a call at one of its steps, as a SIGKILL of the process does.
+//! File volumes whose store stops a call at one of its steps, as a SIGKILL of the process does. They imitate what only
+//! RBD has: clones by a snapshot, group snapshots, and the release of blocks of zeroes.
 
 use std::fs;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use cleat_backend::CredentialSet;
 use cleat_backend::claimant::Claimant;
+use cleat_backend::group_snapshot::{GroupSnapshotStore, Hold};
 use cleat_backend::store::{
-    CloneStore, Info, LabelStore, Labels, Layout, Listing, Page, Progress, Removal, Removed,
-    Snapshot, SnapshotStore, Source, Store,
+    CloneStore, Info, LabelStore, Labels, Layout, Listing, Page, Progress, ReclaimStore, Removal,
+    Removed, Snapshot, SnapshotStore, Source, Store,
 };
 use cleat_backend::uri::Options;
 use cleat_backend::{Backend, Nested, StoreParser, StoreSpec, VolumeSpec};
@@ -115,6 +118,36 @@ impl StoreSpec for SteppedSpec {
     }
 }
 
+/// Executes a step. `parts` makes what each part of the step leaves, in order.
+fn step<T>(
+    steps: &Mutex<Steps>,
+    name: &str,
+    parts: &[&dyn Fn()],
+    all: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    let mut steps = steps.lock().unwrap_or_else(PoisonError::into_inner);
+    steps.names.push(name.to_owned());
+    let here = steps.names.len() - 1;
+    let moment = steps.stop.filter(|(step, _)| *step == here).map(|(_, moment)| moment);
+    let is_possible = |moment: &Moment| match moment {
+        Moment::Within(part) => *part < parts.len(),
+        Moment::Before | Moment::After => true,
+    };
+    let Some(moment) = moment.filter(is_possible) else {
+        drop(steps);
+        return all();
+    };
+    steps.has_stopped = true;
+    drop(steps);
+    match moment {
+        Moment::Before => {}
+        Moment::Within(part) => parts[..=part].iter().for_each(|part| part()),
+        Moment::After => drop(all()),
+    }
+    // Ends the thread of the call without a message. Nothing of the controller runs after this.
+    std::panic::resume_unwind(Box::new("stopped"))
+}
+
 struct SteppedStore {
     store: Box<dyn Store>,
     path: PathBuf,
@@ -122,34 +155,13 @@ struct SteppedStore {
 }
 
 impl SteppedStore {
-    /// Executes a step. `parts` makes what each part of the step leaves, in order.
     fn step<T>(
         &self,
         name: &str,
         parts: &[&dyn Fn()],
         all: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
-        steps.names.push(name.to_owned());
-        let here = steps.names.len() - 1;
-        let moment = steps.stop.filter(|(step, _)| *step == here).map(|(_, moment)| moment);
-        let is_possible = |moment: &Moment| match moment {
-            Moment::Within(part) => *part < parts.len(),
-            Moment::Before | Moment::After => true,
-        };
-        let Some(moment) = moment.filter(is_possible) else {
-            drop(steps);
-            return all();
-        };
-        steps.has_stopped = true;
-        drop(steps);
-        match moment {
-            Moment::Before => {}
-            Moment::Within(part) => parts[..=part].iter().for_each(|part| part()),
-            Moment::After => drop(all()),
-        }
-        // Ends the thread of the call without a message. Nothing of the controller runs after this.
-        std::panic::resume_unwind(Box::new("stopped"))
+        step(&self.steps, name, parts, all)
     }
 
     fn part(&self, name: &str) {
@@ -193,6 +205,14 @@ impl Store for SteppedStore {
     }
 
     fn labels(&self) -> Option<&dyn LabelStore> {
+        Some(self)
+    }
+
+    fn group_snapshots(&self) -> Option<&dyn GroupSnapshotStore> {
+        Some(self)
+    }
+
+    fn reclaim(&self) -> Option<&dyn ReclaimStore> {
         Some(self)
     }
 }
@@ -260,5 +280,40 @@ impl LabelStore for SteppedStore {
     fn set(&self, name: &str, changes: &Labels) -> Result<bool> {
         let labels = self.store.labels().expect("files have labels");
         self.step("set labels", &[], || labels.set(name, changes))
+    }
+}
+
+impl GroupSnapshotStore for SteppedStore {
+    fn hold(&self, _: &str) -> Result<Box<dyn Hold>> {
+        let hold = || -> Result<Box<dyn Hold>> { Ok(Box::new(SteppedHold(self.steps.clone()))) };
+        self.step("hold", &[], hold)
+    }
+
+    fn rename_snapshot(&self, name: &str, from: &str, to: &str) -> Result<bool> {
+        let path = |snapshot| self.path.join(".cleat/snapshots").join(name).join(snapshot);
+        self.step("rename a snapshot", &[], || Ok(fs::rename(path(from), path(to)).is_ok()))
+    }
+}
+
+/// A hold of a volume that nobody uses.
+struct SteppedHold(Arc<Mutex<Steps>>);
+
+impl Hold for SteppedHold {
+    fn wait(&self, _: Instant) -> Result<()> {
+        step(&self.0, "wait for the hold", &[], || Ok(()))
+    }
+
+    fn check(&self) -> Result<()> {
+        step(&self.0, "check the hold", &[], || Ok(()))
+    }
+
+    fn end(self: Box<Self>) -> Result<()> {
+        step(&self.0, "end the hold", &[], || Ok(()))
+    }
+}
+
+impl ReclaimStore for SteppedStore {
+    fn reclaim(&self, _: &str, _: Progress<'_>) -> Result<()> {
+        self.step("free zeroes", &[], || Ok(()))
     }
 }
