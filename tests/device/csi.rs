@@ -48,6 +48,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("csi_encrypted_volume_from_stage_to_unstage", encryption::from_stage_to_unstage),
         trial("csi_only_empty_volumes_are_encrypted", encryption::only_empty_volumes_are_encrypted),
         trial("csi_unstage_of_an_encrypted_volume_by_force", encryption::unstage_by_force),
+        trial("csi_rbd_encrypted_volume_grows", encryption::over_rbd),
         trial("csi_calls_of_nomad", nomad::calls_of_nomad),
         trial("csi_registers_with_kubelet", registration),
         trial("csi_mounts_reach_other_namespaces", propagation::reaches_other_namespaces),

@@ -1,25 +1,38 @@
 //! Encrypted volumes: LUKS by cryptsetup between the device and the filesystem.
 
+use std::collections::BTreeMap;
+
 use cleat_csi_api::csi::v1 as csi;
 use csi::volume_capability::access_mode::Mode;
+use serde_json::json;
+use test_kit::ceph::{ID, POOL};
 use tonic::{Code, Status};
 
-use super::{STAGING, Scene, TARGET, VOLUMES, block, filesystem, mounts};
+use super::sanity::with_cluster;
+use super::{STAGING, Scene, TARGET, VOLUMES, block, filesystem, mounts, secret};
 use crate::fixture::{shell, signal, status, wait_for_state};
+use crate::rbd::{cluster, image, rbd, wait_until};
 
 const PASSPHRASE: &str = "correct horse battery staple";
 
-/// A file volume of 64 MiB that the attributes declare to be encrypted.
+/// A volume of 64 MiB that its attributes declare to be encrypted.
 struct Volume<'a> {
     scene: &'a Scene,
     id: String,
     capability: csi::VolumeCapability,
+    attributes: BTreeMap<String, String>,
 }
 
 impl<'a> Volume<'a> {
+    /// Makes a file volume.
     fn new(scene: &'a Scene, name: &str) -> Self {
+        Self::existing(scene, scene.volume(name, "64M"))
+    }
+
+    fn existing(scene: &'a Scene, id: String) -> Self {
         let capability = filesystem("ext4", Mode::SingleNodeWriter);
-        Self { scene, id: scene.volume(name, "64M"), capability }
+        let attributes = [("encrypted".to_owned(), "true".to_owned())].into();
+        Self { scene, id, capability, attributes }
     }
 
     fn stage(&self, passphrase: Option<&str>) -> Result<(), Status> {
@@ -28,7 +41,7 @@ impl<'a> Volume<'a> {
             volume_id: self.id.clone(),
             staging_target_path: STAGING.to_owned(),
             volume_capability: Some(self.capability.clone()),
-            volume_context: attributes(),
+            volume_context: self.attributes.clone(),
             secrets: secret.into_iter().collect(),
             ..Default::default()
         })
@@ -41,7 +54,7 @@ impl<'a> Volume<'a> {
             staging_target_path: STAGING.to_owned(),
             target_path: TARGET.to_owned(),
             volume_capability: Some(self.capability.clone()),
-            volume_context: attributes(),
+            volume_context: self.attributes.clone(),
             ..Default::default()
         };
         self.scene.client.publish(request).expect("publish");
@@ -52,10 +65,6 @@ impl<'a> Volume<'a> {
         self.scene.unstage(&self.id);
         nothing_is_left(self.scene);
     }
-}
-
-fn attributes() -> std::collections::BTreeMap<String, String> {
-    [("encrypted".to_owned(), "true".to_owned())].into()
 }
 
 /// Encrypts a file as an interrupted call leaves it, with a derivation of the key that takes little time.
@@ -101,11 +110,7 @@ pub(crate) fn from_stage_to_unstage() {
     assert_eq!(found, "0");
     scene.node.kill();
     scene.restart();
-    let volume = Volume {
-        scene: &scene,
-        id: "file/n1/d/safe".to_owned(),
-        capability: filesystem("ext4", Mode::SingleNodeWriter),
-    };
+    let volume = Volume::existing(&scene, "file/n1/d/safe".to_owned());
     volume.publish();
     let size = scene.client.expand(&volume.id, TARGET, 128 << 20).expect("expand");
     assert_eq!(size, 128 << 20);
@@ -126,6 +131,36 @@ pub(crate) fn from_stage_to_unstage() {
     let text = shell(&format!("debugfs -R 'cat file' {TARGET} 2>/dev/null"));
     assert_eq!(text, "plaintext-marker");
     device.end();
+}
+
+/// The same on an image of Ceph, whose worker is replaced under the mounted filesystem.
+pub(crate) fn over_rbd() {
+    const IMAGE: &str = "csi-encrypted";
+    image(IMAGE, "64M");
+    let client = json!({ "userID": ID, "keyring": cluster().keyring(ID) });
+    let scene = with_cluster(client, "");
+    let mut volume = Volume::existing(&scene, IMAGE.to_owned());
+    volume.attributes.extend(secret::context());
+    volume.stage(Some(PASSPHRASE)).expect("stage");
+    volume.publish();
+    shell(&format!("echo plaintext-marker > {TARGET}/file; sync -f {TARGET}"));
+    let name = shell("./cleat ls -o json | grep -o 'csi-[^\"]*' | head -n 1");
+    secret::replace_worker(&name);
+    rbd(&["resize", &format!("{POOL}/{IMAGE}"), "--size", "128M", "--no-progress"]);
+    // It is refused for some seconds, because the kernel may repeat requests of the old worker.
+    wait_until("it has grown", || scene.client.expand(&volume.id, TARGET, 128 << 20).is_ok());
+    let usage = scene.client.stats(&volume.id, TARGET).expect("stats");
+    assert!(usage[0].total > 90 << 20, "{usage:?}");
+    volume.end();
+
+    let exported = "/tmp/csi-encrypted";
+    rbd(&["export", &format!("{POOL}/{IMAGE}"), exported, "--no-progress"]);
+    assert_eq!(shell(&format!("grep -c plaintext-marker {exported} || true")), "0");
+    assert_eq!(shell(&format!("cryptsetup isLuks {exported} && rm {exported} && echo yes")), "yes");
+    volume.stage(Some(PASSPHRASE)).expect("stage again");
+    volume.publish();
+    assert_eq!(shell(&format!("cat {TARGET}/file")), "plaintext-marker");
+    volume.end();
 }
 
 /// A call that was interrupted between two steps is continued, and content of every other kind stays as it is.

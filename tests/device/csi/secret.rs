@@ -93,7 +93,8 @@ fn request(user: &str, key: &str) -> csi::NodeStageVolumeRequest {
     }
 }
 
-fn context() -> BTreeMap<String, String> {
+/// The attributes of a static volume.
+pub(super) fn context() -> BTreeMap<String, String> {
     let attributes = [("staticVolume", "true"), ("clusterID", "test"), ("pool", POOL)];
     attributes.map(|(key, value)| (key.to_owned(), value.to_owned())).into()
 }
@@ -103,7 +104,8 @@ fn keys() -> usize {
     shell("grep -c cleat:csi- /proc/keys || true").parse().expect("a number")
 }
 
-fn replace_worker(name: &str) {
+/// Kills the worker of a mapping, and waits until another one serves.
+pub(super) fn replace_worker(name: &str) {
     let worker = || crate::fixture::status(name)["worker_pid"].as_u64().filter(|pid| *pid != 0);
     let killed = worker().expect("a worker");
     signal("KILL", u32::try_from(killed).expect("a pid"));
