@@ -123,6 +123,10 @@ pub(super) fn run(globals: &Globals, args: Controller) -> Result<()> {
         calls: socket.map(|socket| Arc::new(socket) as Arc<dyn CallServer>),
         attach_detach: args.attach_detach,
         election: Timing::default(),
+        #[cfg(feature = "fault")]
+        after_step: cleat_backend::crash_point,
+        #[cfg(not(feature = "fault"))]
+        after_step: |_| (),
     };
     cleat_kube::run(&config, Arc::new(crate::fencing::Volumes { clusters: args.clusters }))
 }

@@ -34,6 +34,9 @@ pub struct Config {
     pub attach_detach: bool,
     /// The times of the leader election.
     pub election: Timing,
+    /// Called with the name of each step that the controller has made for a volume, before the next one. Tests end the
+    /// process there.
+    pub after_step: fn(&str),
 }
 
 impl Config {

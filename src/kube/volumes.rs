@@ -51,12 +51,32 @@ pub(crate) async fn decide(cluster: &Cluster, name: &str) -> Result<Next> {
                 return Ok(Next::After(REQUEST_DELAY));
             }
             step => {
+                let name = step_name(&step);
                 volume.perform(step).await?;
+                (cluster.config.after_step)(name);
                 record = None;
             }
         }
     }
     Ok(Next::After(Duration::ZERO))
+}
+
+/// Returns what is done after a step.
+fn step_name(step: &Step) -> &'static str {
+    match step {
+        Step::Wait(_) | Step::ReadRecord => "observed",
+        Step::Create(_) => "created",
+        Step::WriteSpec { change, .. } => match change {
+            Change::Granted(..) => "granted",
+            Change::Revoked(..) => "revoked",
+            Change::Freed(..) => "freed",
+            Change::Adopted(..) => "adopted",
+        },
+        Step::WriteFences { .. } => "fences written",
+        Step::Fence(..) => "fenced",
+        Step::Unfence(_) => "unfenced",
+        Step::RemoveFinalizer(_) => "removed",
+    }
 }
 
 /// One volume, as it was observed for one step.

@@ -123,6 +123,7 @@ impl World {
             calls: None,
             attach_detach: false,
             election: Timing::default(),
+            after_step: |_| (),
         }
     }
 

@@ -7,6 +7,8 @@
 //! next process seals again; if the crashed one held the lock, only after the OSDs have dropped its watch (30 s).
 
 use cleat_backend::claimant::Claimant;
+#[cfg(feature = "fault")]
+use cleat_backend::crash_point;
 use cleat_core::clock::Clock;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_grants::record::{FencePlan, Target};
@@ -15,6 +17,10 @@ use super::decision::{Holder, Liveness, Observation};
 use super::header::Header;
 use super::record::Claim;
 use super::{MAX_ROUNDS, held, locked_by_hand};
+
+/// A point at which tests end the process.
+#[cfg(not(feature = "fault"))]
+fn crash_point(_: &str) {}
 
 /// An attempt to seal the generation of a grant.
 pub(crate) struct Seal<'a, H> {
@@ -58,6 +64,7 @@ impl<H: Header> Seal<'_, H> {
             for address in &cut {
                 tracing::warn!(image = name, client = address, "fencing a client");
                 header.fence(address, Liveness::MayLive)?;
+                crash_point("cut off, not sealed");
             }
             let named = recorded.or_else(|| announced.map(|holder| holder.address.clone()));
             let last = seen.claim.as_ref();
@@ -66,15 +73,17 @@ impl<H: Header> Seal<'_, H> {
                     .with_details(seen.announced.as_ref())
                     .sealed(&record.seal(target, named));
             header.announce(&next)?;
+            crash_point("announced, not sealed");
             if let Some(holder) = &holder {
                 header.break_lock(holder)?;
+                crash_point("lock broken, not sealed");
             }
             if let Some(owner) = header.lock()? {
                 return Err(held(name, &owner));
             }
-            #[cfg(feature = "fault")]
-            cleat_backend::crash_point("locked, not sealed");
+            crash_point("locked, not sealed");
             let written = self.write_if_unchanged(last, &next);
+            crash_point("sealed, locked");
             if let Err(error) = header.unlock() {
                 // Closing the image releases the lock, too.
                 let error = error.report();
