@@ -101,10 +101,11 @@ comparison: deps-test ## nbd-client with nbdkit in the same situations, in a vir
 	$(CARGO_TEST) --test device -- --ignored peers_
 
 # What `make soak` does with the tests of `make test`: how many seeds of the simulation, fights for an
-# image, repetitions of each situation in virtual machines, seconds of fio's verification there, and
-# seconds of fuzzing.
+# image, fights of two nodes while controllers are killed, repetitions of each situation in virtual
+# machines, seconds of fio's verification there, and seconds of fuzzing.
 SOAK_SEEDS ?= 200000
 SOAK_FIGHTS ?= 300
+SOAK_GRANT_FIGHTS ?= 100
 SOAK_REPEAT ?= 30
 SOAK_VERIFY_S ?= 300
 SOAK_FUZZ_S ?= 3600
@@ -127,6 +128,7 @@ soak-models:
 
 soak-fights:
 	CLEAT_TEST_FIGHTS=$(SOAK_FIGHTS) $(CARGO_TEST) --test system -- no_write_of_a_fenced_worker
+	CLEAT_TEST_GRANT_FIGHTS=$(SOAK_GRANT_FIGHTS) $(CARGO_TEST) --test kube -- fights:: --nocapture
 
 soak-controller:
 	CLEAT_TEST_VOLUMES=$(SOAK_VOLUMES) $(CARGO_TEST) --test kube -- scale:: --nocapture

@@ -156,6 +156,16 @@ impl ControlPlane {
         self.node_kubeconfig_at(node, &self.url).await
     }
 
+    /// As [`ControlPlane::node_kubeconfig`], by a proxy on the port `port` of this machine.
+    pub(crate) async fn node_kubeconfig_by(&self, node: &str, port: u16) -> PathBuf {
+        self.node_kubeconfig_at(node, &format!("https://127.0.0.1:{port}")).await
+    }
+
+    /// Returns the address of the API server.
+    pub(crate) fn address(&self) -> &str {
+        self.url.strip_prefix("https://").unwrap()
+    }
+
     async fn node_kubeconfig_at(&self, node: &str, url: &str) -> PathBuf {
         let token = node_token(&self.client().await, NAMESPACE, node).await;
         let directory = self.directory.join(format!("of-{node}"));

@@ -14,6 +14,7 @@ use csi::node_client::NodeClient;
 use csi::volume_capability::access_mode::Mode;
 use csi::volume_capability::{AccessMode, AccessType, BlockVolume};
 use hyper_util::rt::TokioIo;
+use nix::sys::signal::Signal;
 use test_kit::node::{Machine, Supervisor, kill};
 use tokio::net::UnixStream;
 use tonic::Status;
@@ -76,8 +77,18 @@ impl TestNode {
 
     /// Kills the supervisor and starts another one. The workers continue.
     pub(crate) async fn restart(&mut self) {
+        self.crash().await;
+        self.start_again().await;
+    }
+
+    /// Kills the supervisor, and with it the agent. The workers continue.
+    pub(crate) async fn crash(&mut self) {
         let supervisor = self.supervisor.take().unwrap();
         blocking(move || supervisor.crash()).await;
+    }
+
+    /// Starts the supervisor after it was killed.
+    pub(crate) async fn start_again(&mut self) {
         let machine = self.machine.take().unwrap();
         let (machine, supervisor, client) = serve(machine).await;
         (self.machine, self.supervisor, self.client) = (Some(machine), Some(supervisor), client);
@@ -91,8 +102,7 @@ impl TestNode {
 
     /// Ends everything on the node.
     pub(crate) async fn power_off(&mut self) {
-        let supervisor = self.supervisor.take().unwrap();
-        blocking(move || supervisor.crash()).await;
+        self.crash().await;
         self.kill_workers();
     }
 
@@ -107,8 +117,12 @@ impl TestNode {
     }
 
     pub(crate) fn kill_workers(&self) {
+        self.signal_workers(Signal::SIGKILL);
+    }
+
+    pub(crate) fn signal_workers(&self, signal: Signal) {
         for pid in self.machine().workers() {
-            kill(pid, nix::sys::signal::Signal::SIGKILL);
+            kill(pid, signal);
         }
     }
 
@@ -152,6 +166,11 @@ impl TestNode {
 
     fn index(&self, handle: &str) -> DeviceIndex {
         self.view(handle).unwrap().device.unwrap().index
+    }
+
+    /// Returns the kernel and the device of a volume, which outlive the supervisor.
+    pub(crate) fn device(&self, handle: &str) -> (SimKernel, DeviceIndex) {
+        (self.machine().kernel.clone(), self.index(handle))
     }
 
     /// Writes to the device of a volume.

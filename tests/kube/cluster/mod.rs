@@ -9,4 +9,4 @@ mod installed;
 pub(crate) mod objects;
 mod pods;
 mod provision;
-mod sidecar;
+pub(crate) mod sidecar;

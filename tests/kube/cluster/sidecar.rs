@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 
 /// A process of a test. It is killed with the value.
 pub(crate) struct Sidecar {
@@ -38,7 +38,12 @@ impl Sidecar {
 
     /// Returns whether the process has ended.
     pub(crate) fn has_ended(&mut self) -> bool {
-        self.child.try_wait().unwrap().is_some()
+        self.end().is_some()
+    }
+
+    /// Returns how the process has ended.
+    pub(crate) fn end(&mut self) -> Option<ExitStatus> {
+        self.child.try_wait().unwrap()
     }
 }
 
