@@ -119,6 +119,7 @@ pub(super) fn run(globals: &Globals, args: Controller) -> Result<()> {
             forced_detach_s: args.forced_detach,
             lease_timeout_s: args.lease_timeout,
             remediate: args.remediate,
+            ..Policy::default()
         },
         calls: socket.map(|socket| Arc::new(socket) as Arc<dyn CallServer>),
         attach_detach: args.attach_detach,

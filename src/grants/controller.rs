@@ -69,6 +69,13 @@ pub enum Step {
         /// The new fences.
         fences: Vec<FenceEntry>,
     },
+    /// Remove a node from the status: its entry and its fences.
+    Forget {
+        /// The version that the write requires.
+        version: Option<Version>,
+        /// The node, which was deleted.
+        node: String,
+    },
     /// Fence a holder at the storage ([`Record::plan_fence`], [`Record::seal`]), and read the record again.
     Fence(Target, FencingReason),
     /// Let a client connect again whose end is proved ([`Record::unfence`]), and read the record again.
@@ -198,6 +205,9 @@ impl VolumeFacts<'_> {
             }
         }
         if let Some(step) = self.clean_up()? {
+            return Ok(step);
+        }
+        if let Some(step) = self.forget() {
             return Ok(step);
         }
         if self.stored.deleting {
@@ -336,6 +346,28 @@ impl VolumeFacts<'_> {
         let mut fences = self.grant.status.fences.clone();
         fences.retain(|known| known != fence);
         Ok(Some(Step::WriteFences { version: condition_of(self.stored), fences }))
+    }
+
+    /// Removes what the status says about a node that was deleted, if the status has more than [`Policy::max_nodes`]
+    /// entries. Such a node may never clean up, and the object has a maximum size.
+    ///
+    /// No later step needs it: the node holds nothing, its clients stay cut off, and its generations stay closed in the
+    /// record. A node that returns gets its fence again before it gets a grant, from the record. If the record does not
+    /// name its client any more, the node still does not claim while a mapping is left.
+    fn forget(&self) -> Option<Step> {
+        let status = &self.grant.status;
+        let max = self.policy.max_nodes;
+        let is_forgettable = |node: &&String| {
+            let exists = self.view.nodes.contains_key(*node);
+            let is_requested = self.view.requests.iter().any(|request| request.node == **node);
+            !exists && !is_requested && self.grant.holder(node).is_none()
+        };
+        let fenced = status.fences.iter().map(|fence| &fence.node);
+        let fenced = fenced.filter(|_| status.fences.len() > max).find(is_forgettable);
+        let known = status.nodes.iter().map(|entry| &entry.node);
+        let known = || known.filter(|_| status.nodes.len() > max).find(is_forgettable);
+        let node = fenced.or_else(known)?.clone();
+        Some(Step::Forget { version: condition_of(self.stored), node })
     }
 
     /// Grants the volume to the oldest request that can have it. Implements rule 11,

@@ -314,6 +314,14 @@ impl VolumeGrant {
     }
 }
 
+impl GrantStatus {
+    /// Removes the entry and the fences of `node`.
+    pub fn forget(&mut self, node: &str) {
+        self.nodes.retain(|entry| entry.node != node);
+        self.fences.retain(|fence| fence.node != node);
+    }
+}
+
 impl NodeEntry {
     /// Returns the condition for `signal`.
     pub fn condition(&self, signal: Signal) -> Option<&Condition> {

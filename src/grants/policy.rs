@@ -16,12 +16,20 @@ pub struct Policy {
     /// Whether a node whose lease is stale for `lease_timeout_s` loses also the volumes that are still
     /// requested for it. Off by default.
     pub remediate: bool,
+    /// The number of entries of nodes, and of fences, in the status of a grant above which the controller removes a
+    /// node that was deleted. Nodes that never return would otherwise fill the object.
+    pub max_nodes: usize,
 }
 
 impl Default for Policy {
     fn default() -> Self {
-        let (release_timeout_s, forced_detach_s) = (5, 360);
-        Self { release_timeout_s, forced_detach_s, lease_timeout_s: None, remediate: false }
+        Self {
+            release_timeout_s: 5,
+            forced_detach_s: 360,
+            lease_timeout_s: None,
+            remediate: false,
+            max_nodes: 64,
+        }
     }
 }
 

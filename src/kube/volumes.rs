@@ -73,6 +73,7 @@ fn step_name(step: &Step) -> &'static str {
             Change::Adopted(..) => "adopted",
         },
         Step::WriteFences { .. } => "fences written",
+        Step::Forget { .. } => "forgotten",
         Step::Fence(..) => "fenced",
         Step::Unfence(_) => "unfenced",
         Step::RemoveFinalizer(_) => "removed",
@@ -113,7 +114,11 @@ impl<'a> ObservedVolume<'a> {
         let holders = grant.iter().flat_map(|grant| &grant.spec.holders);
         let holders = holders.map(|holder| holder.node.clone());
         let asking = requests.iter().map(|request| request.node.clone());
-        let names: BTreeSet<String> = holders.chain(asking).collect();
+        let fenced = grant.iter().flat_map(|grant| &grant.status.grant.fences);
+        let fenced = fenced.map(|fence| fence.node.clone());
+        let known = grant.iter().flat_map(|grant| &grant.status.grant.nodes);
+        let known = known.map(|entry| entry.node.clone());
+        let names: BTreeSet<String> = holders.chain(asking).chain(fenced).chain(known).collect();
         let nodes = cluster.node_states(names.iter().map(String::as_str));
         Ok(Some(Self { cluster, name, handle, storage, grant, requests, nodes }))
     }
@@ -127,6 +132,7 @@ impl<'a> ObservedVolume<'a> {
                 self.write_spec(version, spec, &change).await
             }
             Step::WriteFences { version, fences } => self.write_fences(version, fences).await,
+            Step::Forget { version, node } => self.forget(version, &node).await,
             Step::Fence(target, reason) => self.fence(target, reason).await,
             Step::Unfence(client) => {
                 tracing::info!(grant = self.name, client, "the client may connect again");
@@ -189,6 +195,14 @@ impl<'a> ObservedVolume<'a> {
             }
         }
         self.look_at_attachments();
+        Ok(())
+    }
+
+    async fn forget(&self, version: Option<Version>, node: &str) -> Result<()> {
+        let mut object = self.grant(version)?;
+        object.status.grant.forget(node);
+        self.write_status(&object).await?;
+        tracing::info!(grant = self.name, node, "removed a node from the status that was deleted");
         Ok(())
     }
 
@@ -303,7 +317,7 @@ impl<'a> ObservedVolume<'a> {
 
     /// Returns the time of the next timeout that may change the decision, in seconds.
     fn next_deadline(&self, now: Time) -> Option<u64> {
-        let Policy { release_timeout_s, forced_detach_s, lease_timeout_s, remediate } =
+        let Policy { release_timeout_s, forced_detach_s, lease_timeout_s, remediate, .. } =
             self.cluster.config.policy;
         let mut times = Vec::new();
         for holder in self.grant.iter().flat_map(|grant| &grant.spec.holders) {

@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
-use cleat_grants::object::{Generation, Reason, Signal, Truth};
+use cleat_grants::object::{Generation, NodeEntry, Reason, Signal, Truth};
+use cleat_kube::grant::{VolumeGrant, grant_name};
 use k8s_openapi::api::core::v1::PersistentVolume;
 use kube::ResourceExt;
-use kube::api::DeleteParams;
+use kube::api::{DeleteParams, PostParams};
 
 use crate::fixture::{World, eventually, finalizer, run};
 
@@ -236,6 +237,35 @@ fn row_32_the_finalizer_of_a_volume_goes_when_no_attachment_is_left() {
         .await;
         eventually("the grant is gone", async || world.grant(handle).await.is_none().then_some(()))
             .await;
+        controller.stop().await;
+    });
+}
+
+#[test]
+fn the_status_of_a_grant_does_not_keep_all_deleted_nodes() {
+    run(async |world: World| {
+        let controller = world.controller();
+        let (node, handle) = (world.node("a").await, "shared/v");
+        let volume = world.volume("v", handle).await;
+        let name = world.attach(&volume, &node).await;
+        let generation = world.attached(&name).await;
+        world.mount(handle, &node, generation).await;
+        let grants = world.all::<VolumeGrant>();
+        let deleted = |n| NodeEntry { node: format!("deleted-{n:02}"), ..NodeEntry::default() };
+        eventually("100 nodes have used the volume", async || {
+            let mut grant = world.grant(handle).await?;
+            grant.status.grant.nodes.extend((0..100).map(deleted));
+            let name = grant_name(&world.driver, handle);
+            grants.replace_status(&name, &PostParams::default(), &grant).await.ok()
+        })
+        .await;
+        eventually("64 entries are left", async || {
+            let grant = world.grant(handle).await?.stored().grant;
+            let is_left = |name: &str| grant.entry(name).is_some();
+            let is_cut = grant.status.nodes.len() == 64 && !is_left("deleted-00");
+            (is_cut && is_left(&node) && is_left("deleted-99")).then_some(())
+        })
+        .await;
         controller.stop().await;
     });
 }

@@ -222,6 +222,41 @@ fn a_fenced_node_gets_a_grant_after_it_has_cleaned_up() {
 }
 
 #[test]
+fn deleted_nodes_are_removed_from_the_status_above_a_limit() {
+    let mut fixture = Fixture::new(&["a"]);
+    let fence = |node: &str, generation| FenceEntry {
+        node: node.to_owned(),
+        generation: Generation(generation),
+        client: Some(format!("{node}-1")),
+        proof: String::new(),
+        time: NOW,
+    };
+    let entry = |node: &str| NodeEntry { node: node.to_owned(), ..NodeEntry::default() };
+    fixture.policy.max_nodes = 2;
+    fixture.stored.grant.status.fences = vec![fence("b", 1), fence("x", 2)];
+    fixture.stored.grant.status.nodes = vec![entry("v"), entry("x")];
+    assert_eq!(fixture.step(), Step::Wait(Vec::new()));
+    fixture.stored.grant.status.fences.extend([fence("y", 2), fence("a", 3)]);
+    fixture.stored.grant.status.nodes.extend([entry("w"), entry("a")]);
+    for expected in ["x", "y", "v"] {
+        let Step::Forget { version, node } = fixture.step() else { panic!() };
+        assert_eq!((version.as_ref(), &*node), (Some(&fixture.stored.version), expected));
+        fixture.stored.grant.status.forget(&node);
+    }
+    assert_eq!(fixture.step(), Step::Wait(Vec::new()));
+    // Nodes that exist, hold the volume or ask for it stay.
+    fixture.policy.max_nodes = 0;
+    let forgets = |fixture: &Fixture| matches!(fixture.step(), Step::Forget { .. });
+    assert!(forgets(&fixture));
+    fixture.stored.grant.status.forget("w");
+    assert!(!forgets(&fixture));
+    fixture.nodes.clear();
+    assert!(forgets(&fixture));
+    fixture.requests.push(request("b"));
+    assert!(!forgets(&fixture));
+}
+
+#[test]
 fn a_refused_generation_is_moved_past_the_record() {
     let mut fixture = Fixture::new(&["a"]);
     fixture.report(Signal::SafeToMount, Truth::False, Reason::Superseded, 3);

@@ -43,7 +43,8 @@ impl Api {
             (
                 Call::WriteSpec(version, _)
                 | Call::WriteFences(version, _)
-                | Call::WriteEntry(version, _),
+                | Call::WriteEntry(version, _)
+                | Call::Forget(version, _),
                 Some(now),
             ) => {
                 if version.as_ref().is_some_and(|version| *version != now.version) {
@@ -57,6 +58,7 @@ impl Api {
         match call {
             Call::Create(spec) | Call::WriteSpec(_, spec) => grant.spec = spec,
             Call::WriteFences(_, fences) => grant.status.fences = fences,
+            Call::Forget(_, node) => grant.status.forget(&node),
             Call::WriteEntry(_, entry) => {
                 let entries = &mut grant.status.nodes;
                 match entries.iter_mut().find(|known| known.node == entry.node) {

@@ -72,6 +72,7 @@ impl Controller {
             Step::Create(spec) => Some(Call::Create(spec)),
             Step::WriteSpec { version, spec, .. } => Some(Call::WriteSpec(version, spec)),
             Step::WriteFences { version, fences } => Some(Call::WriteFences(version, fences)),
+            Step::Forget { version, node } => Some(Call::Forget(version, node)),
             Step::Fence(target, _) => Some(Call::Cut(target)),
             Step::Unfence(client) => Some(Call::Unfence(client)),
         }

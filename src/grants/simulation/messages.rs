@@ -30,6 +30,7 @@ pub(crate) enum Call {
     WriteSpec(Option<Version>, GrantSpec),
     WriteFences(Option<Version>, Vec<FenceEntry>),
     WriteEntry(Option<Version>, NodeEntry),
+    Forget(Option<Version>, String),
     ReadRecord,
     Claim(Claim),
     Reclaim(Claim),
@@ -61,6 +62,7 @@ impl Call {
                 | Self::WriteSpec(..)
                 | Self::WriteFences(..)
                 | Self::WriteEntry(..)
+                | Self::Forget(..)
         )
     }
 }

@@ -39,7 +39,7 @@ const REGRESSIONS: &[u64] = &[290, 653, 3369];
 const SHOWN: usize = 2;
 
 /// Situations that the default seeds contain.
-const SITUATIONS: [&str; 13] = [
+const SITUATIONS: [&str; 15] = [
     "conflict",
     "client cut off",
     "fenced before a claim",
@@ -53,6 +53,8 @@ const SITUATIONS: [&str; 13] = [
     "adopted",
     "cleaned up",
     "fence restored",
+    "fence forgotten",
+    "node forgotten",
 ];
 
 #[test]
@@ -105,6 +107,7 @@ fn a_use_of_a_volume_takes_six_writes() {
             policy: Policy::default(),
             lost_per_mille: 0,
             late_per_mille: 0,
+            forgets: false,
             // The other controller stands still: with an old list of requests, it would revoke the grant.
             acts: vec![
                 (0, Act::PauseController(1, 60_000)),

@@ -16,6 +16,8 @@ pub(crate) struct Scenario {
     /// How many of 1000 messages are lost, and how many arrive seconds late.
     pub(crate) lost_per_mille: u64,
     pub(crate) late_per_mille: u64,
+    /// Whether the record names only the last client that was cut off.
+    pub(crate) forgets: bool,
     /// What happens at which millisecond, in order.
     pub(crate) acts: Vec<(u64, Act)>,
     /// The nodes that use the volume at the end.
@@ -104,6 +106,7 @@ pub(crate) fn of(seed: u64) -> Scenario {
         forced_detach_s: dice.pick(&[4, 10, 360]),
         lease_timeout_s: dice.pick(&[None, Some(2), Some(6)]),
         remediate: dice.one_in(3),
+        ..Policy::default()
     };
     let restores = dice.one_in(4);
     let mut acts = vec![(0, Act::Attach(dice.index(nodes)))];
@@ -126,7 +129,9 @@ pub(crate) fn of(seed: u64) -> Scenario {
     };
     let lost_per_mille = dice.pick(&[0, 10, 60]);
     let late_per_mille = dice.pick(&[0, 20, 100]);
-    Scenario { nodes, mode, policy, lost_per_mille, late_per_mille, acts, last }
+    let policy = Policy { max_nodes: dice.pick(&[0, 0, 1, 64]), ..policy };
+    let forgets = dice.one_in(8);
+    Scenario { nodes, mode, policy, lost_per_mille, late_per_mille, forgets, acts, last }
 }
 
 impl Dice {

@@ -4,13 +4,15 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::messages::{Answer, Call};
 use crate::object::Generation;
-use crate::record::{Claim, FencePlan, Record, Refusal};
+use crate::record::{Claim, FencePlan, Record, Refusal, Seal};
 
 #[derive(Debug, Default)]
 pub(crate) struct Storage {
     pub(crate) record: Record,
     /// Counts the writes of the record.
     pub(crate) revision: u64,
+    /// Whether the record names only the last client that was cut off, as if 64 others had been fenced before.
+    forgets: bool,
     cut: BTreeSet<String>,
     /// Every client that has ever claimed, with its node and generation.
     claimed: BTreeMap<String, (String, Generation)>,
@@ -19,6 +21,10 @@ pub(crate) struct Storage {
 }
 
 impl Storage {
+    pub(crate) fn new(forgets: bool) -> Self {
+        Self { forgets, ..Self::default() }
+    }
+
     /// Returns whether the storage accepts a write of `client`.
     pub(crate) fn accepts(&self, client: &str) -> bool {
         self.claimed.contains_key(client) && !self.cut.contains(client)
@@ -57,7 +63,11 @@ impl Storage {
                 if revision != self.revision {
                     return Answer::Conflict;
                 }
-                let record = self.record.seal(&target, cut);
+                let mut record = self.record.seal(&target, cut);
+                let lowest = record.lowest;
+                let stays =
+                    |seal: &Seal| seal.generation >= lowest || seal.generation == target.generation;
+                record.seals.retain(|seal| !self.forgets || stays(seal));
                 self.write(Some(record));
                 Answer::Done
             }

@@ -111,7 +111,7 @@ impl<'a> World<'a> {
             queue: BTreeMap::new(),
             sent: 0,
             api: Api::default(),
-            storage: Storage::default(),
+            storage: Storage::new(scenario.forgets),
             controllers: (0..2).map(|_| Controller::default()).collect(),
             nodes,
             fates,

@@ -121,10 +121,14 @@ impl Checks {
         if grant.status.fences.iter().any(|fence| is_restored_fence(&fence)) {
             self.changes.push("fence restored");
         }
-        let fences = |grant: &VolumeGrant| grant.status.fences.len();
-        if known.is_some_and(|known| fences(known) > fences(grant)) {
-            self.changes.push("cleaned up");
+        let removed = known.iter().flat_map(|known| &known.status.fences);
+        for fence in removed.filter(|f| grant.fence(&f.node, f.generation).is_none()) {
+            let is_clean = grant.is_true(&fence.node, Signal::Cleaned, fence.generation);
+            self.changes.push(if is_clean { "cleaned up" } else { "fence forgotten" });
         }
+        let entries = known.iter().flat_map(|known| &known.status.nodes);
+        let forgotten = entries.filter(|entry| grant.entry(&entry.node).is_none());
+        self.changes.extend(forgotten.map(|_| "node forgotten"));
         let freed = known.iter().flat_map(|known| &known.spec.holders);
         let freed = freed.filter(|holder| grant.holder(&holder.node).is_none());
         let is_lost =
