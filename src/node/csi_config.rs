@@ -68,8 +68,12 @@ impl CsiConfig {
     }
 
     /// Returns the path of the socket on which kubelet looks for the driver.
+    ///
+    /// kubelet sends this path, percent-encoded, as the `:authority` of its requests (grpc-go, `encodeAuthority`). The
+    /// crate `http` accepts `%` only before an `@`, so a request for a name without one would be refused with
+    /// PROTOCOL_ERROR.
     pub fn registration_socket(&self) -> PathBuf {
-        self.kubelet_dir.join("plugins_registry").join(format!("{}-reg.sock", self.driver))
+        self.kubelet_dir.join("plugins_registry").join(format!("csi@{}-reg.sock", self.driver))
     }
 
     /// Returns the key of the topology segment that names a node.

@@ -378,7 +378,7 @@ fn expand() {
 /// the next one.
 fn registration() {
     let mut scene = Scene::new();
-    let socket = format!("{KUBELET}/plugins_registry/csi.test-reg.sock");
+    let socket = format!("{KUBELET}/plugins_registry/csi@csi.test-reg.sock");
     let inode = || shell(&format!("stat -c %i {socket}"));
     let info = client::plugin_info(&socket);
     assert_eq!((info.r#type.as_str(), info.name.as_str()), ("CSIPlugin", "csi.test"));

@@ -137,19 +137,21 @@ fn a_person_can_make_each_call_of_csi() {
 #[test]
 fn row_34_kubelet_finds_the_driver_and_only_its_user_can_connect() {
     let daemon = Daemon::start();
-    let socket = daemon.root.path().join("kubelet/plugins_registry/cleat.csi.storage-reg.sock");
+    let socket = daemon.root.path().join("kubelet/plugins_registry/csi@cleat.csi.storage-reg.sock");
     test_kit::wait::wait_until("the driver can be registered", || socket.exists());
     for path in [Path::new(&daemon.endpoint()), &socket] {
         let mode = fs::metadata(path).expect("the socket").permissions().mode();
         assert_eq!(mode & 0o777, 0o600, "{}", path.display());
     }
+    let authority = kubelets_authority(&socket);
     let runtime = tokio::runtime::Runtime::new().expect("a runtime");
     let info = runtime.block_on(async {
         let connector = tower::service_fn(move |_| {
             let socket = socket.clone();
             async move { tokio::net::UnixStream::connect(socket).await.map(TokioIo::new) }
         });
-        let endpoint = tonic::transport::Endpoint::from_static("http://cleat.invalid");
+        let endpoint = tonic::transport::Endpoint::from_shared(format!("http://{authority}"));
+        let endpoint = endpoint.expect("the server accepts the path as an authority");
         let channel = endpoint.connect_with_connector(connector).await.expect("a connection");
         let mut kubelet = RegistrationClient::new(channel);
         let info = kubelet.get_info(registration::InfoRequest {}).await.expect("an answer");
@@ -163,6 +165,18 @@ fn row_34_kubelet_finds_the_driver_and_only_its_user_can_connect() {
         (info.endpoint, &*info.supported_versions),
         (daemon.endpoint(), &["1.0.0".to_owned()][..])
     );
+}
+
+/// Returns the `:authority` of kubelet's requests to a socket of plugins: its path, as grpc-go's `encodeAuthority` encodes
+/// it.
+fn kubelets_authority(socket: &Path) -> String {
+    let encode = |byte: u8| match byte {
+        b'-' | b'_' | b'.' | b'~' | b'!' | b'$' | b'&' | b'\'' | b'(' | b')' | b'*' | b'+'
+        | b',' | b';' | b'=' | b':' | b'[' | b']' | b'@' => char::from(byte).to_string(),
+        _ if byte.is_ascii_alphanumeric() => char::from(byte).to_string(),
+        _ => format!("%{byte:02X}"),
+    };
+    socket.to_str().expect("UTF-8").bytes().map(encode).collect()
 }
 
 #[test]
