@@ -20,6 +20,8 @@ pub mod backends;
 pub mod binary;
 pub mod ceph;
 #[cfg(feature = "daemon")]
+pub mod control_plane;
+#[cfg(feature = "daemon")]
 pub mod csi_sanity;
 pub mod go;
 #[cfg(feature = "daemon")]
