@@ -27,12 +27,12 @@ JOBS ?= 3
 TEST ?=
 EXACT = $(if $(TEST),--exact $(TEST))
 SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.sh \
-	scripts/control-plane.sh
+	scripts/control-plane.sh tests/nodes/guest/start tests/nodes/guest/service
 
 .DEFAULT_GOAL := build
 .PHONY: help build release demo test unit tests vm-image comparison soak \
 	soak-device soak-simulation soak-models soak-fights soak-controller soak-fuzz bench install \
-	uninstall clean control-plane image deps-build deps-test device $(SUITES)
+	uninstall clean control-plane nodes image deps-build deps-test device $(SUITES)
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,6 +97,10 @@ ffi: deps-test ## The crates around Ceph's libraries, on a cluster, also under v
 device: deps-test ## /dev/nbdX in three virtual machines at a time, which use all processors
 	$(CARGO_TEST) --test device $(if $(TEST),-- $(EXACT))
 
+# The tests take turns, because they share a node.
+nodes: deps-test ## Pods with volumes on a node with kubelet and containerd, in a virtual machine
+	$(CARGO_TEST) --test nodes -- --test-threads 1
+
 comparison: deps-test ## nbd-client with nbdkit in the same situations, in a virtual machine
 	$(CARGO_TEST) --test device -- --ignored peers_
 
@@ -114,7 +118,7 @@ SOAK_VOLUMES ?= 100,1000
 
 soak: deps-test ## The same tests with larger numbers, for a night (see CONTRIBUTING.md)
 	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) vm-image tests / \
-		soak-device soak-simulation soak-models soak-fights soak-controller soak-fuzz
+		soak-device soak-simulation soak-models soak-fights soak-controller nodes soak-fuzz
 
 soak-device:
 	CLEAT_REPEAT=$(SOAK_REPEAT) CLEAT_VERIFY_SECONDS=$(SOAK_VERIFY_S) $(CARGO_TEST) --test device

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Builds etcd, the programs of Kubernetes' control plane, and the sidecars of CSI for the tests once, and prints the
-# directory that has the executables. Their modules are pinned in tests/kube/control-plane; scripts/go-tool.sh
-# describes the cache.
+# Builds programs of Kubernetes for the tests once, and prints the directory that has the executables. Their modules are
+# pinned in tests/kube/control-plane; scripts/go-tool.sh describes the cache.
+#
+#   scripts/control-plane.sh        etcd, the control plane, and the sidecars of CSI
+#   scripts/control-plane.sh node   kubelet and kubectl
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,11 +13,17 @@ module=tests/kube/control-plane
 version=$(awk '$1 == "k8s.io/kubernetes" { print $2 }' "$module/go.mod")
 kubernetes=k8s.io/kubernetes/cmd
 csi=github.com/kubernetes-csi
-exec scripts/go-tool.sh "$module" "-ldflags=-s -w -X k8s.io/component-base/version.gitVersion=$version" \
-    go.etcd.io/etcd/server/v3 \
-    $kubernetes/kube-apiserver $kubernetes/kube-controller-manager $kubernetes/kube-scheduler \
-    $csi/external-attacher/v4/cmd/csi-attacher \
-    $csi/external-provisioner/v6/cmd/csi-provisioner \
-    $csi/external-resizer/v2/cmd/csi-resizer \
-    $csi/external-snapshotter/v8/cmd/csi-snapshotter \
-    $csi/external-snapshotter/v8/cmd/snapshot-controller
+case ${1:-} in
+    '') programs=(
+        go.etcd.io/etcd/server/v3
+        "$kubernetes"/kube-apiserver "$kubernetes"/kube-controller-manager "$kubernetes"/kube-scheduler
+        "$csi"/external-attacher/v4/cmd/csi-attacher
+        "$csi"/external-provisioner/v6/cmd/csi-provisioner
+        "$csi"/external-resizer/v2/cmd/csi-resizer
+        "$csi"/external-snapshotter/v8/cmd/csi-snapshotter
+        "$csi"/external-snapshotter/v8/cmd/snapshot-controller
+    ) ;;
+    node) programs=("$kubernetes"/kubelet "$kubernetes"/kubectl) ;;
+    *) sed -n '2,/^$/ s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+esac
+exec scripts/go-tool.sh "$module" "-ldflags=-s -w -X k8s.io/component-base/version.gitVersion=$version" "${programs[@]}"

@@ -25,6 +25,16 @@ pub fn control_plane() -> PathBuf {
     run(&mut Command::new("scripts/control-plane.sh"))
 }
 
+/// Builds kubelet and kubectl as [`build`] does, and returns the directory that has the executables. The make target
+/// `nodes` builds the same ones.
+///
+/// # Panics
+///
+/// As [`build`].
+pub fn node_programs() -> PathBuf {
+    run(Command::new("scripts/control-plane.sh").arg("node"))
+}
+
 /// Returns the directory with the files of `module`, which the module in `directory` requires. `directory` is relative to
 /// the project's root.
 ///

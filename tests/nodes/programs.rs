@@ -1,0 +1,107 @@
+//! The programs of a node, and the images of its pods.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+use serde_json::Value;
+
+/// The image of the pods of the tests.
+pub(crate) const BUSYBOX: &str = "cleat.test/busybox:1";
+
+/// What the image of the pods has.
+const APPLETS: [&str; 9] = [
+    "bin/sh",
+    "bin/cat",
+    "bin/dd",
+    "bin/id",
+    "bin/ls",
+    "bin/md5sum",
+    "bin/sleep",
+    "bin/stat",
+    "bin/df",
+];
+
+/// The image of the container that keeps the namespaces of a pod, as `guest/containerd.toml` names it.
+const PAUSE: &str = "cleat.test/pause:1";
+
+/// Returns the path of kubectl.
+pub(crate) fn kubectl() -> PathBuf {
+    kubernetes().join("kubectl")
+}
+
+/// Fills the directory that becomes `/payload` in the virtual machine: `images` are those of containers in the manifests,
+/// each with the sidecar of CSI that it has.
+pub(crate) fn fill(payload: &Path, kubeconfig: &Value, images: &[(String, &str)]) {
+    for directory in ["bin", "images"] {
+        std::fs::create_dir_all(payload.join(directory)).unwrap();
+    }
+    let names = ["containerd", "containerd-shim-runc-v2", "ctr"];
+    let packages = names.map(|name| format!("github.com/containerd/containerd/v2/cmd/{name}"));
+    let packages = packages.each_ref().map(|package| &**package);
+    let containerd = test_kit::go::build("tests/nodes/containerd", &packages);
+    let programs = names.iter().map(|name| containerd.join(name));
+    for program in programs.chain([kubernetes().join("kubelet")]) {
+        copy(&program, &payload.join("bin"));
+    }
+    for entry in std::fs::read_dir(project("tests/nodes/guest")).unwrap() {
+        copy(&entry.unwrap().path(), payload);
+    }
+    std::fs::write(payload.join("kubeconfig"), kubeconfig.to_string()).unwrap();
+    let directory = payload.join("images");
+    copy(cleat_image(), &directory);
+    let busybox = Path::new("/bin/busybox");
+    make_image(&directory, PAUSE, "/busybox sleep 2147483647", &[("busybox", busybox)]);
+    let applets = APPLETS.map(|applet| (applet, busybox));
+    make_image(&directory, BUSYBOX, "/bin/sh", &applets);
+    for (image, sidecar) in images {
+        let program = test_kit::go::control_plane().join(sidecar);
+        make_image(&directory, image, &format!("/{sidecar}"), &[(sidecar, &program)]);
+    }
+}
+
+/// Returns the directory with kubelet and kubectl.
+fn kubernetes() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(test_kit::go::node_programs)
+}
+
+/// Returns the archive of cleat's image, with the binary under test.
+fn cleat_image() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join("node-images");
+        let mut command = Command::new(project("scripts/build-image"));
+        command.arg("--for-tests").arg("--output").arg(directory);
+        command.arg("--binary").arg(test_kit::binary::cleat());
+        PathBuf::from(output(&mut command).trim_end())
+    })
+}
+
+/// Makes an image of one layer with these files.
+fn make_image(directory: &Path, name: &str, program: &str, files: &[(&str, &Path)]) {
+    let mut command = Command::new(project("tests/nodes/image"));
+    command.arg(directory.join(format!("{}.tar", name.replace(['/', ':'], "-"))));
+    command.args([name, program]);
+    command.args(files.iter().map(|(path, file)| format!("{path}={}", file.display())));
+    output(&mut command);
+}
+
+/// Returns the standard output of a command that succeeds.
+pub(crate) fn output(command: &mut Command) -> String {
+    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{command:?}: {errors}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Returns the path of a file of the project.
+pub(crate) fn project(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+fn copy(file: &Path, directory: &Path) {
+    let name = file.file_name().expect("a file has a name");
+    std::fs::copy(file, directory.join(name))
+        .unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+}
