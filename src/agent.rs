@@ -114,7 +114,8 @@ impl Grants for NodeGrants {
                     "cannot map volume {id}: it is a static volume, which the controller cannot grant"
                 );
                 Err(Error::new(ErrorKind::Unsupported, message).with_repair(
-                    "use a volume of a StorageClass, or set csi.grants = false on all nodes",
+                    "kubectl cleat take-over PV prints objects for the same RBD image that can be granted; or set \
+                     csi.grants = false on all nodes",
                 ))
             }
         }

@@ -18,7 +18,10 @@ pub struct Volumes {
 impl Storage for Volumes {
     fn find(&self, handle: &str) -> Result<Backing> {
         let Some(id) = VolumeId::parse(handle) else {
-            return Err(refused(handle, "it is a static volume"));
+            return Err(refused(handle, "it is a static volume").with_repair(
+                "kubectl cleat take-over PV prints objects for the same RBD image that can be attached; or use a \
+                 CSIDriver with attachRequired: false",
+            ));
         };
         if let VolumeId::File { node, .. } = id {
             return Ok(Backing::Local { node_id: node });

@@ -130,11 +130,11 @@ struct Drain {
     node: String,
 }
 
-/// Print the objects with which an RBD volume of ceph-csi becomes one of this driver
+/// Print the objects with which an RBD volume of ceph-csi, or a static one, becomes a volume that can be granted
 ///
 /// Prints the PersistentVolume and its claim, with their names, for the same image. Changes nothing: delete the old
-/// objects, and then apply the printed ones. Refuses a volume that is in use, and one whose image ceph-csi would delete
-/// with the PersistentVolume. The file of clusters (csi.clusters) must have the clusterID of the volume.
+/// objects, and then apply the printed ones. Refuses a volume that is in use, and one whose image would be deleted with
+/// the PersistentVolume. The file of clusters (csi.clusters) must have the clusterID of the volume.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = TAKE_OVER_EXAMPLES)]
 struct TakeOver {
@@ -209,9 +209,10 @@ struct Manifests<T> {
     items: T,
 }
 
-/// Returns the volume handle of an image.
+/// Returns the volume handle of an image. `namespace` is for a volume that does not name one.
 fn id_of(image: &Image, namespace: String) -> String {
-    let Image { cluster, pool, name } = image.clone();
+    let Image { cluster, pool, namespace: own, name } = image.clone();
+    let namespace = own.unwrap_or(namespace);
     VolumeId::Rbd { cluster, pool, namespace, image: name }.to_string()
 }
 

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use crate::fixture::{World, eventually, run};
 
 /// Runs `kubectl cleat` with the output format JSON.
-async fn cleat(world: &World, arguments: &[&str]) -> (Output, Value) {
+pub(crate) async fn cleat(world: &World, arguments: &[&str]) -> (Output, Value) {
     let directory = tempfile::tempdir().unwrap();
     let program = directory.path().join("kubectl-cleat");
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_cleat"), &program).unwrap();
@@ -23,7 +23,7 @@ async fn cleat(world: &World, arguments: &[&str]) -> (Output, Value) {
 }
 
 /// Creates an object in the namespace `default`.
-async fn create<K>(world: &World, object: Value)
+pub(crate) async fn create<K>(world: &World, object: Value)
 where
     K: kube::Resource<DynamicType = (), Scope = kube::core::NamespaceResourceScope>,
     K: Clone + std::fmt::Debug + serde::Serialize + serde::de::DeserializeOwned,

@@ -32,3 +32,4 @@ mod rbd;
 mod rights;
 mod scale;
 mod storage;
+mod taken_over;

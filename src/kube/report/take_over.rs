@@ -1,4 +1,5 @@
-//! Takes over a volume of ceph-csi: the objects with which the same RBD image is a volume of this driver.
+//! Takes over a volume of ceph-csi, or a static volume: the objects with which the same RBD image is a volume of this
+//! driver that can be granted. The volume handle names the image, so that each image has one.
 
 use std::collections::BTreeMap;
 
@@ -15,6 +16,9 @@ const CEPH_CSI: &str = "rbd.csi.ceph.com";
 /// The beginning of the names of images that ceph-csi makes, if the volume does not have the name.
 const IMAGE_PREFIX: &str = "csi-vol-";
 
+/// The attributes of a static volume that name its image.
+const OF_IMAGE: [&str; 5] = ["staticVolume", "clusterID", "pool", "radosNamespace", "imageName"];
+
 /// The length of the UUID at the end of a volume handle of ceph-csi.
 const UUID: usize = 36;
 
@@ -25,6 +29,8 @@ pub struct Image {
     pub cluster: String,
     /// The pool.
     pub pool: String,
+    /// The namespace in the pool, if the volume names one.
+    pub namespace: Option<String>,
     /// The name of the image.
     pub name: String,
 }
@@ -69,21 +75,36 @@ pub(super) fn taken_over(
 ) -> Result<TakenOver> {
     let name = facts.volume.name_any();
     let spec = facts.volume.spec.clone().unwrap_or_default();
-    let source = spec.csi.clone().filter(|source| source.driver.ends_with(CEPH_CSI));
-    let source = source.ok_or_else(|| {
-        let message = format!("the PersistentVolume {name} is not of ceph-csi ({CEPH_CSI})");
+    let is_static = |source: &CSIPersistentVolumeSource| {
+        let attributes = source.volume_attributes.as_ref();
+        source.driver == wanted.driver
+            && attributes.is_some_and(|known| is_true(known, "staticVolume"))
+    };
+    let is_known =
+        |source: &CSIPersistentVolumeSource| source.driver.ends_with(CEPH_CSI) || is_static(source);
+    let source = spec.csi.clone().filter(is_known).ok_or_else(|| {
+        let message = format!(
+            "the PersistentVolume {name} is not of ceph-csi ({CEPH_CSI}), and not a static volume of {} with the \
+             attribute staticVolume",
+            wanted.driver
+        );
         unsupported(message, "kubectl get pv -o wide lists the volumes")
     })?;
     check_unused(facts, &name)?;
     if spec.persistent_volume_reclaim_policy.as_deref() != Some("Retain") {
         let message = format!(
-            "ceph-csi would delete the image with the PersistentVolume {name}: it has to be retained"
+            "the image would be deleted with the PersistentVolume {name}, which has to be retained"
         );
         let patch = r#"'{"spec":{"persistentVolumeReclaimPolicy":"Retain"}}'"#;
         return Err(unsupported(message, &format!("kubectl patch pv {name} -p {patch}")));
     }
     let attributes = source.volume_attributes.clone().unwrap_or_default();
-    let kept = kept_attributes(&name, &attributes)?;
+    let kept = if is_static(&source) {
+        let is_kept = |key: &String| !OF_IMAGE.contains(&key.as_str());
+        attributes.clone().into_iter().filter(|(key, _)| is_kept(key)).collect()
+    } else {
+        kept_attributes(&name, &attributes)?
+    };
     let class = wanted.storage_class.map(str::to_owned);
     let csi = CSIPersistentVolumeSource {
         driver: wanted.driver.to_owned(),
@@ -138,7 +159,7 @@ fn kept_attributes(
     attributes: &BTreeMap<String, String>,
 ) -> Result<BTreeMap<String, String>> {
     let value = |key: &str| attributes.get(key).map_or("", String::as_str);
-    if value("encrypted") != "true" {
+    if !is_true(attributes, "encrypted") {
         return Ok(BTreeMap::new());
     }
     let (kind, kms) = (value("encryptionType"), value("encryptionKMSID"));
@@ -152,6 +173,10 @@ fn kept_attributes(
     Ok([("encrypted".to_owned(), "true".to_owned())].into())
 }
 
+fn is_true(attributes: &BTreeMap<String, String>, key: &str) -> bool {
+    attributes.get(key).is_some_and(|value| value == "true")
+}
+
 /// Returns the image of a volume of ceph-csi. Older volumes do not have its name, which ends as the volume handle.
 fn image(name: &str, handle: &str, attributes: &BTreeMap<String, String>) -> Result<Image> {
     let value = |key: &str| attributes.get(key).filter(|value| !value.is_empty()).cloned();
@@ -162,7 +187,7 @@ fn image(name: &str, handle: &str, attributes: &BTreeMap<String, String>) -> Res
             "write the PersistentVolume by hand: see docs/csi.md, Volumes of ceph-csi",
         )
     };
-    let is_static = value("staticVolume").is_some_and(|value| value == "true");
+    let is_static = is_true(attributes, "staticVolume");
     let of_handle = || {
         let uuid = handle.get(handle.len().checked_sub(UUID)?..)?;
         let prefix = value("volumeNamePrefix").unwrap_or_else(|| IMAGE_PREFIX.to_owned());
@@ -176,6 +201,7 @@ fn image(name: &str, handle: &str, attributes: &BTreeMap<String, String>) -> Res
     Ok(Image {
         cluster: value("clusterID").ok_or_else(|| missing("clusterID"))?,
         pool: value("pool").ok_or_else(|| missing("pool"))?,
+        namespace: value("radosNamespace"),
         name: image.ok_or_else(|| missing("imageName"))?,
     })
 }
@@ -235,6 +261,10 @@ mod tests {
         }
     }
 
+    fn source(facts: &mut Facts) -> &mut CSIPersistentVolumeSource {
+        facts.volume.spec.as_mut().unwrap().csi.as_mut().unwrap()
+    }
+
     fn attributes() -> Value {
         json!({ "clusterID": "rook-ceph", "pool": "p", "imageName": "csi-vol-x", "journalPool": "p" })
     }
@@ -271,6 +301,31 @@ mod tests {
         let fixed = json!({ "clusterID": "c", "pool": "p", "staticVolume": "true" });
         let handle = take(&facts(fixed)).unwrap().volume.spec.unwrap().csi.unwrap().volume_handle;
         assert_eq!(handle, format!("rbd/c/p//{HANDLE}"));
+    }
+
+    #[test]
+    fn a_static_volume_of_this_driver_keeps_its_other_attributes() {
+        let mut facts = facts(json!({
+            "staticVolume": "true", "clusterID": "c", "pool": "p", "imageName": "db", "radosNamespace": "n",
+            "iops": "100",
+        }));
+        source(&mut facts).driver = "cleat.csi.storage".to_owned();
+        let wanted = TakeOver { driver: "cleat.csi.storage", storage_class: None };
+        let taken = taken_over(&facts, &wanted, |image| format!("{image:?}")).unwrap();
+        let new = taken.volume.spec.unwrap().csi.unwrap();
+        let image = Image {
+            cluster: "c".to_owned(),
+            pool: "p".to_owned(),
+            namespace: Some("n".to_owned()),
+            name: "db".to_owned(),
+        };
+        assert_eq!(new.volume_handle, format!("{image:?}"));
+        assert_eq!(new.volume_attributes.unwrap(), [("iops".to_owned(), "100".to_owned())].into());
+        // A volume that has a handle of this driver already.
+        let attributes = source(&mut facts).volume_attributes.as_mut().unwrap();
+        attributes.remove("staticVolume");
+        let error = taken_over(&facts, &wanted, |_| String::new()).unwrap_err();
+        assert!(error.message().contains("not a static volume"), "{error}");
     }
 
     #[test]
