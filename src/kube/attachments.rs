@@ -159,6 +159,9 @@ async fn detach(cluster: &Cluster, known: &Arc<VolumeAttachment>) -> Result<Next
             let since = known.metadata.deletion_timestamp.as_ref();
             let since = since.map_or(Time(0), |time| seconds(time.0));
             if since.is_older_than(DETACH_SHOWN_AFTER_S, api::now()) {
+                // A decision that fails has written its error already. Two errors in turn would be written again and
+                // again.
+                let error = cluster.failures.get(&grant).unwrap_or(error);
                 save_error(cluster, &known.name_any(), &error).await?;
                 return Ok(Next::Done);
             }

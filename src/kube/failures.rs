@@ -1,4 +1,4 @@
-//! The last failure of the decision about each volume, for calls that wait for it.
+//! The last failure of the decision about each volume, for calls and attachments that wait for it.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};

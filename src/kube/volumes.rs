@@ -341,8 +341,8 @@ impl<'a> ObservedVolume<'a> {
 
 /// Gives an error of a decision to what waits for it: writes it to the attachments, or has the calls return it.
 pub(crate) async fn report(cluster: &Cluster, name: &str, error: &Error) {
+    cluster.failures.put(name, error);
     if cluster.config.calls.is_some() {
-        cluster.failures.put(name, error);
         cluster.look_at_attachments(&[]);
         return;
     }
