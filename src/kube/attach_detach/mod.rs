@@ -13,6 +13,7 @@ pub(crate) mod state;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_grants::object::Signal;
@@ -23,6 +24,7 @@ use kube::{Client, Resource, ResourceExt};
 use serde_json::json;
 
 use crate::api::{call, is_conflict, now, seconds};
+use crate::attaching::GENERATION;
 use crate::cluster::{BY_VOLUME, Cluster, Key};
 use crate::grant::grant_name;
 use crate::kind::full_name;
@@ -31,8 +33,8 @@ use crate::volumes::attachment_name;
 use plan::{Attachment, Facts, Plan, plan};
 use state::{BY_CLAIM, BY_NODE, Wanted};
 
-/// How long to wait for a node that still uses a volume before its state is looked at again.
-const LOOK_AGAIN: std::time::Duration = std::time::Duration::from_secs(30);
+/// The longest time after which a node that still uses a volume is looked at again.
+const LOOK_AGAIN: Duration = Duration::from_secs(30);
 
 /// Has the volumes of claims looked at.
 pub(crate) fn look_at_claims(cluster: &Cluster, wanted: &Wanted, claims: &[String]) {
@@ -87,7 +89,17 @@ pub(crate) async fn sync(cluster: &Cluster, wanted: &Wanted, name: &str) -> Resu
     let is_needed = |node: &str| facts.pods.iter().any(|pod| pod.node == node);
     let mut attached = facts.attachments.iter().filter(|known| !known.ending);
     let waits = attached.any(|known| !known.unused && !is_needed(&known.node));
-    Ok(if waits { Next::After(LOOK_AGAIN) } else { Next::Done })
+    Ok(if waits { Next::After(look_again(cluster, &facts)) } else { Next::Done })
+}
+
+/// Returns when to look again at nodes that still use a volume: when the first of them has not been ready for so long
+/// that it counts as lost, at the latest after [`LOOK_AGAIN`].
+fn look_again(cluster: &Cluster, facts: &Facts) -> Duration {
+    let (now, forced_s) = (now(), cluster.config.policy.forced_detach_s);
+    let nodes = cluster.node_states(facts.attachments.iter().map(|known| &*known.node));
+    let lost_at = nodes.values().filter_map(|node| Some(node.not_ready_since?.0 + forced_s));
+    let first = lost_at.filter(|at| *at > now.0).min();
+    first.map_or(LOOK_AGAIN, |at| LOOK_AGAIN.min(Duration::from_secs(at - now.0)))
 }
 
 fn facts(
@@ -140,19 +152,30 @@ fn attachment(
         name: known.name_any(),
         node: node.clone(),
         ending: known.metadata.deletion_timestamp.is_some(),
-        unused: is_lost || is_released(cluster, volume, node),
+        unused: is_lost || is_released(cluster, volume, known),
     }
 }
 
-/// Returns whether a node has said that it does not use the volume. A volume that needs no grant is not asked for.
-fn is_released(cluster: &Cluster, volume: Option<&PersistentVolume>, node: &str) -> bool {
+/// Returns whether a node has said that it does not use the volume. Until then it is assumed to use it, also if the grant
+/// was lost: it is made again from the record at the storage. A volume that needs no grant is not asked for.
+fn is_released(
+    cluster: &Cluster,
+    volume: Option<&PersistentVolume>,
+    attachment: &VolumeAttachment,
+) -> bool {
     let csi = volume.and_then(|volume| volume.spec.as_ref()?.csi.as_ref());
     let Some(csi) = csi else { return true };
     let name = grant_name(&csi.driver, &csi.volume_handle);
-    let Some(grant) = cluster.grants.mirror.get(&name) else { return true };
-    let grant = grant.stored().grant;
+    let Some(grant) = cluster.grants.mirror.get(&name) else { return !was_granted(attachment) };
+    let (grant, node) = (grant.stored().grant, &attachment.spec.node_name);
     let Some(holder) = grant.holder(node) else { return true };
     grant.is_true(node, Signal::SafeToDetach, holder.generation)
+}
+
+fn was_granted(attachment: &VolumeAttachment) -> bool {
+    let status = attachment.status.as_ref();
+    let metadata = status.and_then(|status| status.attachment_metadata.as_ref());
+    metadata.is_some_and(|metadata| metadata.contains_key(GENERATION))
 }
 
 async fn detach(cluster: &Cluster, name: &str) -> Result<()> {
