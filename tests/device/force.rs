@@ -27,28 +27,26 @@ type Situation = fn(&str);
 
 pub(crate) fn trials() -> Vec<Trial> {
     let situations: [(&str, Situation); 12] = [
-        ("a_hung_backend", hung_backend),
-        ("a_stopped_worker", stopped_worker),
-        ("dirty_pages_under_ext4", |device| dirty_pages(device, "ext4", hang)),
-        ("dirty_pages_under_xfs", |device| dirty_pages(device, "xfs", hang)),
-        ("dirty_pages_under_ext4_and_a_stopped_worker", |device| {
+        ("row_39_force_a_hung_backend", row_39_hung_backend),
+        ("force_a_stopped_worker", stopped_worker),
+        ("force_dirty_pages_under_ext4", |device| dirty_pages(device, "ext4", hang)),
+        ("force_dirty_pages_under_xfs", |device| dirty_pages(device, "xfs", hang)),
+        ("force_dirty_pages_under_ext4_and_a_stopped_worker", |device| {
             dirty_pages(device, "ext4", stop_worker);
         }),
-        ("dirty_pages_under_xfs_and_a_stopped_worker", |device| {
+        ("force_dirty_pages_under_xfs_and_a_stopped_worker", |device| {
             dirty_pages(device, "xfs", stop_worker);
         }),
-        ("a_process_blocked_in_fsync", blocked_in_fsync),
-        ("an_opener_that_never_closes", opener),
-        ("an_open_file_on_its_filesystem", open_file),
-        ("device_mapper_on_top", device_mapper),
-        ("a_loop_device_on_top", loop_device),
-        ("mounts_in_other_namespaces", namespaces),
+        ("force_a_process_blocked_in_fsync", blocked_in_fsync),
+        ("force_an_opener_that_never_closes", opener),
+        ("force_an_open_file_on_its_filesystem", open_file),
+        ("force_device_mapper_on_top", device_mapper),
+        ("force_a_loop_device_on_top", loop_device),
+        ("force_mounts_in_other_namespaces", namespaces),
     ];
     let mut trials: Vec<Trial> = situations
         .into_iter()
-        .map(|(name, situation)| {
-            trial(format!("force_{name}"), move || repeat_situation(situation))
-        })
+        .map(|(name, situation)| trial(name, move || repeat_situation(situation)))
         .collect();
     trials.push(trial("force_leaves_mounts_alone_with_unmount_none", mounts_left_alone));
     trials.push(trial("force_aborts_an_unmap_that_hangs", unmap_hangs));
@@ -74,7 +72,7 @@ fn repeat_situation(situation: Situation) {
     node.terminate();
 }
 
-fn hung_backend(device: &str) {
+fn row_39_hung_backend(device: &str) {
     hang();
     let mut writer = writing(device);
     let report = force(0, &[]);

@@ -11,7 +11,7 @@ use crate::trial;
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
-        trial("map_prints_the_device_and_unmap_frees_it", map_and_unmap),
+        trial("row_40_map_prints_the_device_and_unmap_frees_it", row_40_map_and_unmap),
         trial("map_returns_with_the_links_of_existing_partitions", existing_partitions),
         trial("mapping_is_idempotent_and_conflicts_are_refused", idempotence),
         trial("unmap_is_refused_while_held_naming_the_holder", refused_while_held),
@@ -26,7 +26,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     ]
 }
 
-fn map_and_unmap() {
+fn row_40_map_and_unmap() {
     let _node = Node::start();
     let device = cleat_ok(&["map", "mem:64M", "--name", "scratch"]);
     assert!(device.starts_with("/dev/nbd") && !device.contains('\n'), "{device}");

@@ -25,10 +25,10 @@ const TIMEOUT: Duration = Duration::from_secs(300);
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
-        trial("rbd_fio_verify_zeroes_and_discards", verified),
+        trial("row_40_rbd_fio_verify_zeroes_and_discards", row_40_verified),
         trial("rbd_ext4_survives_crashes_upgrades_and_an_osd_restart", survives),
         trial("rbd_encrypted_ext4_survives_and_grows", encrypted::survives),
-        trial("rbd_force_unmap_with_the_osd_stopped", forced),
+        trial("row_39_rbd_force_unmap_with_the_osd_stopped", row_39_forced),
     ]
 }
 
@@ -64,7 +64,7 @@ pub(crate) fn wait_until(what: &str, condition: impl FnMut() -> bool) {
     wait_at_most(TIMEOUT, what, condition);
 }
 
-fn verified() {
+fn row_40_verified() {
     let uri = image("verified", "64M");
     let node = Node::start();
     shell("dmesg -C");
@@ -145,7 +145,7 @@ fn count(name: &str, op: &str) -> Option<u64> {
     stats["volumes"][0]["counters"][op]["count"].as_u64()
 }
 
-fn forced() {
+fn row_39_forced() {
     let _node = Node::start();
     let uri = image("forced", "96M");
     let device = cleat_ok(&["map", &uri, "--name", "forced"]);
