@@ -16,7 +16,7 @@ csi=github.com/kubernetes-csi
 case ${1:-} in
     '') programs=(
         go.etcd.io/etcd/server/v3
-        "$kubernetes"/kube-apiserver "$kubernetes"/kube-controller-manager "$kubernetes"/kube-scheduler
+        "$kubernetes"/kube-apiserver ./kube-controller-manager "$kubernetes"/kube-scheduler
         "$csi"/external-attacher/v4/cmd/csi-attacher
         "$csi"/external-provisioner/v6/cmd/csi-provisioner
         "$csi"/external-resizer/v2/cmd/csi-resizer

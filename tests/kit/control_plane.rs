@@ -4,6 +4,7 @@ use std::fs::{self, File};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -16,6 +17,16 @@ pub const HOST_OF_MACHINES: &str = "10.0.2.2";
 
 /// The token of an administrator.
 pub const ADMINISTRATOR: &str = "administrator";
+
+/// The user of kube-controller-manager.
+pub const MANAGER: &str = "system:kube-controller-manager";
+
+/// How long kube-controller-manager waits before it detaches a volume by force, where nodes are objects only. Users cannot
+/// change its six minutes.
+pub const FORCED_DETACH: Duration = Duration::from_secs(8);
+
+/// The token of kube-controller-manager.
+const MANAGER_TOKEN: &str = "manager";
 
 /// The names of the nodes in virtual machines.
 pub const MACHINES: [&str; 2] = ["a", "b"];
@@ -41,15 +52,17 @@ pub struct ControlPlane {
     etcd_port: u16,
     url: String,
     processes: Vec<Child>,
+    manager: Mutex<Option<Child>>,
 }
 
 impl ControlPlane {
     /// Starts etcd and the API server, and waits until `is_ready` returns true for the kubeconfig of an administrator.
-    /// Requests of the account `audited` are logged in `audit.log`.
+    /// Requests of the user `audited`, and writes of `writers` and of kube-controller-manager, are logged in `audit.log`.
     pub fn start(
         name: &str,
         purpose: Purpose,
         audited: &str,
+        writers: &[String],
         is_ready: impl Fn(&Path) -> bool,
     ) -> Self {
         let programs = crate::go::control_plane();
@@ -61,9 +74,10 @@ impl ControlPlane {
         let etcd = start_etcd(&programs.join("server"), &directory, client, peer);
         make_certificates(&directory);
         fs::write(directory.join("tokens.csv"), tokens()).unwrap();
-        write_audit_policy(&directory, audited);
+        write_audit_policy(&directory, audited, writers);
         let url = format!("https://127.0.0.1:{api}");
-        let mut plane = Self { directory, programs, etcd_port: client, url, processes: vec![etcd] };
+        let (processes, manager) = (vec![etcd], Mutex::default());
+        let mut plane = Self { directory, programs, etcd_port: client, url, processes, manager };
         let server = plane.start_api_server(&plane.directory, api, purpose);
         plane.processes.push(server);
         write_kubeconfig(&plane.directory, &plane.authority(), &plane.url, ADMINISTRATOR);
@@ -84,23 +98,36 @@ impl ControlPlane {
 
     /// Starts kube-controller-manager and kube-scheduler.
     pub fn start_managers(&mut self, purpose: Purpose) {
-        let kubeconfig = format!("--kubeconfig={}", self.kubeconfig().display());
+        let scheduler = self.start_manager("kube-scheduler", &self.kubeconfig(), &[]);
+        self.processes.push(scheduler);
+        self.restart_manager(purpose);
+    }
+
+    /// Starts kube-controller-manager. If it runs already, it is killed before.
+    pub fn restart_manager(&self, purpose: Purpose) {
+        let mut manager = self.manager.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(mut process) = manager.take() {
+            process.kill().unwrap();
+            process.wait().unwrap();
+        }
+        let directory = self.directory.join("manager");
+        fs::create_dir_all(&directory).unwrap();
+        let kubeconfig = write_kubeconfig(&directory, &self.authority(), &self.url, MANAGER_TOKEN);
+        let arguments = match purpose {
+            Purpose::Machines => self.all_controllers(),
+            _ => controllers_without_kubelet(),
+        };
+        *manager = Some(self.start_manager("kube-controller-manager", &kubeconfig, &arguments));
+    }
+
+    fn start_manager(&self, name: &str, kubeconfig: &Path, more: &[String]) -> Child {
         let common = [
-            kubeconfig,
+            format!("--kubeconfig={}", kubeconfig.display()),
             "--leader-elect=false".to_owned(),
             "--kube-api-qps=500".to_owned(),
             "--secure-port=0".to_owned(),
         ];
-        let manager = match purpose {
-            Purpose::Machines => self.all_controllers(),
-            _ => controllers_without_kubelet(),
-        };
-        let manager = [&common[..], &manager].concat();
-        let managers = [("kube-controller-manager", manager), ("kube-scheduler", common.to_vec())]
-            .map(|(name, arguments)| {
-                start(&self.programs.join(name), &self.directory, name, &arguments)
-            });
-        self.processes.extend(managers);
+        start(&self.programs.join(name), &self.directory, name, &[&common[..], more].concat())
     }
 
     /// Returns the path of a kubeconfig of an administrator.
@@ -180,11 +207,14 @@ fn kubeconfig(authority: &Path, url: &str, token: &str) -> Value {
     })
 }
 
-/// Returns the tokens of the administrator and of the kubelets in virtual machines, for `--token-auth-file`.
+/// Returns the tokens of the administrator, of kube-controller-manager and of the kubelets in virtual machines, for
+/// `--token-auth-file`.
 fn tokens() -> String {
     let kubelets =
         MACHINES.map(|node| format!("node-{node},system:node:{node},{node},system:nodes\n"));
-    format!("{ADMINISTRATOR},administrator,1,system:masters\n{}", kubelets.concat())
+    let managers = [(ADMINISTRATOR, "administrator"), (MANAGER_TOKEN, MANAGER)]
+        .map(|(token, user)| format!("{token},{user},{user},system:masters\n"));
+    managers.concat() + &kubelets.concat()
 }
 
 fn start_etcd(program: &Path, directory: &Path, client: u16, peer: u16) -> Child {
@@ -244,20 +274,27 @@ fn start_api_server(
 }
 
 fn start(program: &Path, directory: &Path, name: &str, arguments: &[String]) -> Child {
-    let log = File::create(directory.join(format!("{name}.log"))).unwrap();
+    let log = directory.join(format!("{name}.log"));
+    let log = File::options().create(true).append(true).open(log).unwrap();
     let errors = log.try_clone().unwrap();
     let mut command = Command::new(program);
     command.args(arguments).stdin(Stdio::null()).stdout(log).stderr(errors);
     command.spawn().unwrap_or_else(|error| panic!("{}: {error}", program.display()))
 }
 
-/// Writes the policy of the log `audit.log`: the requests of one account.
-fn write_audit_policy(directory: &Path, account: &str) {
+/// Writes the policy of the log `audit.log`: all requests of one user, and the writes of others.
+fn write_audit_policy(directory: &Path, user: &str, writers: &[String]) {
+    let writers = [&[MANAGER.to_owned()], writers].concat();
+    let writes = ["create", "update", "patch", "delete"];
     let policy = json!({
         "apiVersion": "audit.k8s.io/v1",
         "kind": "Policy",
         "omitStages": ["RequestReceived"],
-        "rules": [{ "level": "Metadata", "users": [account] }, { "level": "None" }],
+        "rules": [
+            { "level": "Metadata", "users": [user] },
+            { "level": "Metadata", "users": writers, "verbs": writes },
+            { "level": "None" },
+        ],
     });
     fs::write(directory.join("audit-policy"), policy.to_string()).unwrap();
 }
@@ -279,6 +316,8 @@ fn controllers_without_kubelet() -> Vec<String> {
         format!("--controllers={}", controllers.join(",")),
         "--kube-api-burst=1000".to_owned(),
         "--pvclaimbinder-sync-period=1s".to_owned(),
+        // tests/kube/control-plane has this option.
+        format!("--test-forced-detach={}s", FORCED_DETACH.as_secs()),
         // Default: one minute.
         "--attach-detach-reconcile-sync-period=5s".to_owned(),
         // Nodes have no kubelet that sends heartbeats.

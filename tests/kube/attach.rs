@@ -1,8 +1,9 @@
 //! Attach: VolumeAttachments become requests, and are answered from grants.
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use cleat_grants::object::Generation;
+use cleat_grants::object::{Generation, Mode};
 use k8s_openapi::api::core::v1::PersistentVolume;
 use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::ResourceExt;
@@ -29,6 +30,37 @@ fn row_01_attach_is_decided_off_the_node() {
         let holder = grant.holder(&node).unwrap();
         assert_eq!((holder.generation, holder.revoked), (generation, false));
         assert_eq!(generation, Generation(1));
+        controller.stop().await;
+    });
+}
+
+#[test]
+fn row_08_one_operation_for_a_volume_and_no_more_than_the_workers_at_a_time() {
+    run(async |world: World| {
+        let config = world.config(NAMESPACE);
+        let load = world.storage.load();
+        load.call_ms.store(100, Ordering::SeqCst);
+        let workers = config.workers;
+        let controller = world.controller_of(config);
+        let nodes = [world.node("a").await, world.node("b").await];
+        let mut names = Vec::new();
+        for number in 0..3 * workers {
+            let volume = world.volume(&format!("v{number}"), &format!("shared/v{number}")).await;
+            // Both change while the volume is worked on.
+            for node in &nodes {
+                names.push(world.attach(&volume, node).await);
+            }
+        }
+        for name in names {
+            eventually(&format!("{name} is answered"), async || {
+                let status = world.attachment(&name).await?.status?;
+                (status.attached || status.attach_error.is_some()).then_some(())
+            })
+            .await;
+        }
+        assert_eq!(load.most_of_one.load(Ordering::SeqCst), 1);
+        let most = load.most.load(Ordering::SeqCst);
+        assert!((2..=workers).contains(&most), "{most} calls at a time");
         controller.stop().await;
     });
 }
@@ -260,6 +292,35 @@ fn row_36_two_controllers_grant_a_volume_once() {
                 && known.status.as_ref().is_some_and(|status| status.attached)
         });
         assert_eq!(attached.count(), 8);
+    });
+}
+
+#[test]
+fn row_37_the_holders_of_a_shared_volume_are_appended() {
+    run(async |world: World| {
+        let controller = world.controller();
+        let (a, b, handle) = (world.node("a").await, world.node("b").await, "shared/v");
+        let mut spec = world.spec(handle);
+        spec["accessModes"] = json!(["ReadWriteMany"]);
+        spec["volumeMode"] = json!("Block");
+        let volume = world.volume_of("v", spec).await;
+        let first = world.attach(&volume, &a).await;
+        let generation = world.attached(&first).await;
+        let second = world.attach(&volume, &b).await;
+        assert_eq!(world.attached(&second).await, generation.next());
+        let holders = async || {
+            let holders = world.grant(handle).await.unwrap().stored().grant.spec.holders;
+            assert!(holders.iter().all(|known| known.mode == Mode::SharedReadWrite));
+            holders.into_iter().map(|known| (known.node, known.generation)).collect::<Vec<_>>()
+        };
+        assert_eq!(holders().await, [(a.clone(), generation), (b.clone(), generation.next())]);
+        // One of them ends, and the other one stays.
+        world.detach(&first).await;
+        world.revoked(handle, &a).await;
+        world.released(handle, &a, generation).await;
+        world.gone(&first).await;
+        assert_eq!(holders().await, [(b, generation.next())]);
+        controller.stop().await;
     });
 }
 

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Child;
-use std::sync::OnceLock;
+use std::sync::{OnceLock, RwLock};
 use std::time::{Duration, Instant};
 
 use cleat_kube::rights::{CONTROLLER_ACCOUNT, NODE_ACCOUNT};
@@ -15,7 +15,8 @@ use serde_json::{Value, json};
 use test_kit::control_plane::{
     self as parts, ADMINISTRATOR, Purpose, wait_until_ready, write_kubeconfig,
 };
-pub(crate) use test_kit::control_plane::{NAMESPACE, free_ports, tail};
+pub(crate) use test_kit::control_plane::{FORCED_DETACH, MANAGER, NAMESPACE, free_ports, tail};
+use tokio::sync::OnceCell;
 use tonic::codegen::http::Request;
 
 /// Another namespace in which the account of the controller may have a lease.
@@ -24,8 +25,17 @@ pub(crate) const SECOND_LEASE: &str = "kube-system";
 /// The namespace of the account of a controller whose requests are logged.
 pub(crate) const AUDITED: &str = "exact-rights";
 
+/// The namespace of the account of the controllers that have an attach/detach loop.
+pub(crate) const LOOP: &str = "attach-detach";
+
 /// The control plane of this test program.
-pub(crate) struct ControlPlane(parts::ControlPlane);
+pub(crate) struct ControlPlane {
+    parts: parts::ControlPlane,
+    /// Locked for reading by the tests that need kube-controller-manager, and for writing by one that restarts it.
+    pub(crate) in_use: RwLock<()>,
+    /// The kubeconfig of the controllers that have an attach/detach loop.
+    pub(crate) of_loop: OnceCell<PathBuf>,
+}
 
 impl ControlPlane {
     /// Returns the control plane, which the first caller starts.
@@ -40,40 +50,49 @@ impl ControlPlane {
         static SHARED: OnceLock<ControlPlane> = OnceLock::new();
         SHARED.get_or_init(|| {
             let mut plane = Self::start("managed", Purpose::Managed);
-            plane.0.start_managers(Purpose::Managed);
+            plane.parts.start_managers(Purpose::Managed);
             plane
         })
     }
 
     pub(crate) fn kubeconfig(&self) -> PathBuf {
-        self.0.kubeconfig()
+        self.parts.kubeconfig()
     }
 
     /// Returns the path of a kubeconfig with exactly the rights of the controller.
     pub(crate) fn controller_kubeconfig(&self) -> PathBuf {
-        self.0.directory().join("controller").join("kubeconfig")
+        self.parts.directory().join("controller").join("kubeconfig")
     }
 
     /// Makes a kubeconfig with the rights of the controller's account in `namespace`, in the directory `name`.
     pub(crate) async fn make_controller_kubeconfig(&self, namespace: &str, name: &str) -> PathBuf {
         let accounts: Api<ServiceAccount> = Api::namespaced(self.client().await, namespace);
         let token = account_token(&accounts, CONTROLLER_ACCOUNT, &json!({ "audiences": [] })).await;
-        let directory = self.0.directory().join(name);
+        let directory = self.parts.directory().join(name);
         fs::create_dir_all(&directory).unwrap();
-        write_kubeconfig(&directory, &self.0.authority(), self.0.url(), &token)
+        write_kubeconfig(&directory, &self.parts.authority(), self.parts.url(), &token)
     }
 
-    /// Returns the requests of the audited account, as the API server has logged them.
-    pub(crate) fn audited(&self) -> Vec<Value> {
-        let log = fs::read_to_string(self.0.directory().join("audit.log")).unwrap_or_default();
+    /// Starts kube-controller-manager anew.
+    pub(crate) fn restart_manager(&self) {
+        self.parts.restart_manager(Purpose::Managed);
+    }
+
+    /// Returns the requests of a user, as the API server has logged them: all of the account in [`AUDITED`], and the
+    /// writes of kube-controller-manager and of the controllers of cleat.
+    pub(crate) fn audited(&self, user: &str) -> Vec<Value> {
+        let log = fs::read_to_string(self.parts.directory().join("audit.log")).unwrap_or_default();
         // The last line may be incomplete.
-        log.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+        let requests = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        requests.filter(|request| request["user"]["username"] == user).collect()
     }
 
     fn start(name: &str, purpose: Purpose) -> Self {
         let started = Instant::now();
-        let audited = format!("system:serviceaccount:{AUDITED}:{CONTROLLER_ACCOUNT}");
-        let plane = Self(parts::ControlPlane::start(name, purpose, &audited, is_ready));
+        let writers = [NAMESPACE, LOOP].map(controller_user);
+        let audited = controller_user(AUDITED);
+        let parts = parts::ControlPlane::start(name, purpose, &audited, &writers, is_ready);
+        let plane = Self { parts, in_use: RwLock::default(), of_loop: OnceCell::new() };
         plane.install();
         println!("figures: {name} ready in {:.1} s", started.elapsed().as_secs_f64());
         plane
@@ -81,7 +100,7 @@ impl ControlPlane {
 
     /// Returns the directory of the logs.
     pub(crate) fn directory(&self) -> &Path {
-        self.0.directory()
+        self.parts.directory()
     }
 
     /// Installs what the tests need that play Kubernetes: the custom resource definition and the rights.
@@ -97,7 +116,7 @@ impl ControlPlane {
 
     /// Returns the path of a kubeconfig with the rights of the agent on `node`: the token of a pod there.
     pub(crate) async fn node_kubeconfig(&self, node: &str) -> PathBuf {
-        self.node_kubeconfig_at(node, self.0.url()).await
+        self.node_kubeconfig_at(node, self.parts.url()).await
     }
 
     /// As [`ControlPlane::node_kubeconfig`], by a proxy on the port `port` of this machine.
@@ -107,14 +126,14 @@ impl ControlPlane {
 
     /// Returns the address of the API server.
     pub(crate) fn address(&self) -> &str {
-        self.0.url().strip_prefix("https://").unwrap()
+        self.parts.url().strip_prefix("https://").unwrap()
     }
 
     async fn node_kubeconfig_at(&self, node: &str, url: &str) -> PathBuf {
         let token = node_token(&self.client().await, NAMESPACE, node).await;
-        let directory = self.0.directory().join(format!("of-{node}"));
+        let directory = self.parts.directory().join(format!("of-{node}"));
         fs::create_dir_all(&directory).unwrap();
-        write_kubeconfig(&directory, &self.0.authority(), url, &token)
+        write_kubeconfig(&directory, &self.parts.authority(), url, &token)
     }
 
     /// Returns a client with the rights of an administrator.
@@ -124,22 +143,22 @@ impl ControlPlane {
 
     /// Returns a client with this token.
     pub(crate) async fn client_with(&self, token: &str) -> kube::Client {
-        let directory = tempfile::tempdir_in(self.0.directory()).unwrap();
+        let directory = tempfile::tempdir_in(self.parts.directory()).unwrap();
         let directory = directory.path();
-        let authority = self.0.authority();
-        client(&write_kubeconfig(directory, &authority, self.0.url(), token)).await
+        let authority = self.parts.authority();
+        client(&write_kubeconfig(directory, &authority, self.parts.url(), token)).await
     }
 
     /// Starts another API server of the same cluster, which a test can stop.
     pub(crate) fn second_server(&'static self) -> SecondServer {
-        let directory = self.0.directory().join("second");
+        let directory = self.parts.directory().join("second");
         fs::create_dir_all(&directory).unwrap();
         for name in ["server.crt", "server.key", "tokens.csv", "audit-policy"] {
-            fs::copy(self.0.directory().join(name), directory.join(name)).unwrap();
+            fs::copy(self.parts.directory().join(name), directory.join(name)).unwrap();
         }
         let [port] = free_ports();
         let url = format!("https://127.0.0.1:{port}");
-        write_kubeconfig(&directory, &self.0.authority(), &url, ADMINISTRATOR);
+        write_kubeconfig(&directory, &self.parts.authority(), &url, ADMINISTRATOR);
         SecondServer { plane: self, directory, port, process: None }.restart()
     }
 }
@@ -170,7 +189,7 @@ impl SecondServer {
     /// Starts the process again, and waits until it is ready.
     pub(crate) fn restart(mut self) -> Self {
         self.stop();
-        let (plane, purpose) = (&self.plane.0, Purpose::Objects);
+        let (plane, purpose) = (&self.plane.parts, Purpose::Objects);
         self.process = Some(plane.start_api_server(&self.directory, self.port, purpose));
         wait_until_ready(&self.directory, is_ready);
         self
@@ -181,6 +200,11 @@ impl Drop for SecondServer {
     fn drop(&mut self) {
         self.stop();
     }
+}
+
+/// Returns the user of a controller whose account is in `namespace`.
+pub(crate) fn controller_user(namespace: &str) -> String {
+    format!("system:serviceaccount:{namespace}:{CONTROLLER_ACCOUNT}")
 }
 
 /// Installs the service accounts, roles and the policy for nodes.

@@ -11,7 +11,7 @@ use kube::ResourceExt;
 use kube::api::{Api, DeleteParams, ListParams};
 use serde_json::{Value, json};
 
-use crate::control_plane::{AUDITED, ControlPlane, create};
+use crate::control_plane::{AUDITED, ControlPlane, controller_user, create};
 use crate::fixture::{World, eventually, finalizer, run};
 
 /// The namespaces with a Role: the lease of the leader, those of nodes, and events.
@@ -72,7 +72,7 @@ fn used() -> BTreeSet<Right> {
         let namespace = text("namespace");
         [text("apiGroup"), resource, request["verb"].as_str().unwrap().to_owned(), namespace]
     };
-    ControlPlane::get().audited().iter().map(right).collect()
+    ControlPlane::get().audited(&controller_user(AUDITED)).iter().map(right).collect()
 }
 
 /// Attach, fence, move, detach, and the end of the volume.

@@ -189,8 +189,13 @@ impl World {
 
     /// Creates a PersistentVolume, and returns its name.
     pub(crate) async fn volume(&self, name: &str, handle: &str) -> String {
+        self.volume_of(name, self.spec(handle)).await
+    }
+
+    /// As [`World::volume`], with this specification.
+    pub(crate) async fn volume_of(&self, name: &str, spec: Value) -> String {
         let name = format!("{name}.{}", self.driver);
-        let object = json!({ "metadata": { "name": name }, "spec": self.spec(handle) });
+        let object = json!({ "metadata": { "name": name }, "spec": spec });
         self.create::<PersistentVolume>(object).await;
         name
     }

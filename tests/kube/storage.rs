@@ -1,8 +1,9 @@
 //! The storage of the tests: records in memory, with the rules of `cleat_grants`.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_grants::object::{Generation, Mode};
@@ -12,19 +13,42 @@ use cleat_kube::storage::{Backing, Fencing, Storage};
 /// All volumes of a test. `shared/NAME` can be fenced, `local/NODE/NAME` exists on the node NODE only,
 /// `rbd/…` is an image of a Ceph cluster, and `by-hand` a static volume of one. Every other volume is refused.
 #[derive(Debug, Default)]
-pub(crate) struct TestStorage(Mutex<BTreeMap<String, Arc<Image>>>);
+pub(crate) struct TestStorage {
+    images: Mutex<BTreeMap<String, Arc<Image>>>,
+    load: Arc<Load>,
+}
 
 /// A volume.
 #[derive(Debug, Default)]
 pub(crate) struct Image {
     record: Mutex<Record>,
     cut: Mutex<BTreeSet<String>>,
+    is_down: AtomicBool,
+    /// The calls for this volume that are in progress.
+    calls: AtomicUsize,
+    load: Arc<Load>,
+}
+
+/// The calls of all volumes.
+#[derive(Debug, Default)]
+pub(crate) struct Load {
+    /// How long each call takes, in milliseconds.
+    pub(crate) call_ms: AtomicU64,
+    calls: AtomicUsize,
+    /// The highest number of calls that were in progress, of all volumes and of one.
+    pub(crate) most: AtomicUsize,
+    pub(crate) most_of_one: AtomicUsize,
 }
 
 impl TestStorage {
     /// Returns the volume `handle`.
     pub(crate) fn image(&self, handle: &str) -> Arc<Image> {
-        Arc::clone(self.0.lock().unwrap().entry(handle.to_owned()).or_default())
+        let new = || Arc::new(Image { load: Arc::clone(&self.load), ..Image::default() });
+        Arc::clone(self.images.lock().unwrap().entry(handle.to_owned()).or_insert_with(new))
+    }
+
+    pub(crate) fn load(&self) -> &Load {
+        &self.load
     }
 }
 
@@ -63,6 +87,28 @@ impl Image {
         self.record.lock().unwrap().clone()
     }
 
+    /// Sets whether the storage answers calls for this volume with an error.
+    pub(crate) fn set_down(&self, is_down: bool) {
+        self.is_down.store(is_down, Ordering::SeqCst);
+    }
+
+    /// Carries out a call of the controller.
+    fn call<T>(&self, run: impl FnOnce() -> T) -> Result<T> {
+        let begin = |calls: &AtomicUsize, most: &AtomicUsize| {
+            most.fetch_max(calls.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+        };
+        begin(&self.load.calls, &self.load.most);
+        begin(&self.calls, &self.load.most_of_one);
+        std::thread::sleep(Duration::from_millis(self.load.call_ms.load(Ordering::SeqCst)));
+        let result = match self.is_down.load(Ordering::SeqCst) {
+            true => Err(Error::new(ErrorKind::Unavailable, "the storage does not answer")),
+            false => Ok(run()),
+        };
+        self.calls.fetch_sub(1, Ordering::SeqCst);
+        self.load.calls.fetch_sub(1, Ordering::SeqCst);
+        result
+    }
+
     /// Returns whether the client of `node` is cut off.
     pub(crate) fn is_cut(&self, node: &str) -> bool {
         self.cut.lock().unwrap().contains(&client(node))
@@ -75,33 +121,36 @@ fn client(node: &str) -> String {
 
 impl Fencing for Image {
     fn record(&self, _: Instant) -> Result<Record> {
-        Ok(self.read())
+        self.call(|| self.read())
     }
 
     fn fence(&self, target: &Target, _: Instant) -> Result<()> {
-        let mut record = self.record.lock().unwrap();
-        if let FencePlan::Cut(client) = record.plan_fence(target) {
-            self.cut.lock().unwrap().extend(client.clone());
-            *record = record.seal(target, client);
-        }
-        Ok(())
+        self.call(|| {
+            let mut record = self.record.lock().unwrap();
+            if let FencePlan::Cut(client) = record.plan_fence(target) {
+                self.cut.lock().unwrap().extend(client.clone());
+                *record = record.seal(target, client);
+            }
+        })
     }
 
     fn unfence(&self, client: &str, _: Instant) -> Result<()> {
-        let mut record = self.record.lock().unwrap();
-        if let Some(clean) = record.unfence(client) {
-            self.cut.lock().unwrap().remove(client);
-            *record = clean;
-        }
-        Ok(())
+        self.call(|| {
+            let mut record = self.record.lock().unwrap();
+            if let Some(clean) = record.unfence(client) {
+                self.cut.lock().unwrap().remove(client);
+                *record = clean;
+            }
+        })
     }
 
     fn release(&self, _: &str, client: &str, _: Instant) -> Result<()> {
-        let mut record = self.record.lock().unwrap();
-        if let Some(released) = record.release(client) {
-            self.cut.lock().unwrap().insert(client.to_owned());
-            *record = released;
-        }
-        Ok(())
+        self.call(|| {
+            let mut record = self.record.lock().unwrap();
+            if let Some(released) = record.release(client) {
+                self.cut.lock().unwrap().insert(client.to_owned());
+                *record = released;
+            }
+        })
     }
 }

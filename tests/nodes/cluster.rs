@@ -73,7 +73,7 @@ impl Cluster {
         let figure = |what: &str| {
             println!("figures: {what} after {:.0} s", began.elapsed().as_secs_f64());
         };
-        let mut plane = ControlPlane::start("machines", Purpose::Machines, "", is_ready);
+        let mut plane = ControlPlane::start("machines", Purpose::Machines, "", &[], is_ready);
         plane.start_managers(Purpose::Machines);
         let machine = Machine::start(&plane, MACHINES[0], &sidecars());
         figure("kubelet is started");

@@ -56,3 +56,71 @@ impl Wanted {
         self.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::thread;
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::kind::full_name;
+    use crate::mirror::Mirror;
+
+    /// The state `version` of a pod of this number, on a node and with a claim that follow from the version.
+    fn pod(number: usize, version: u64) -> Pod {
+        let claim = json!({ "claimName": format!("c{}", version % 5) });
+        let volumes = json!([{ "name": "v", "persistentVolumeClaim": claim }]);
+        let node = format!("n{}", version % 3);
+        let metadata = json!({
+            "name": format!("p{number}"), "namespace": "n", "resourceVersion": version.to_string(),
+        });
+        let spec = json!({ "containers": [], "nodeName": node, "volumes": volumes });
+        serde_json::from_value(json!({ "metadata": metadata, "spec": spec })).unwrap()
+    }
+
+    /// The claims lead to the pods, and the pods to their nodes, while several threads change and read them.
+    #[test]
+    fn row_02_the_pods_of_claims_and_nodes_are_right_under_several_threads() {
+        const PODS: usize = 7;
+        let mirror = Mirror::new(full_name, POD_INDEXES);
+        let versions = AtomicU64::new(1);
+        let newest: [AtomicU64; PODS] = Default::default();
+        let change = || {
+            for round in 0..2000 {
+                // Another thread may write a newer state first.
+                let version = versions.fetch_add(1, Ordering::Relaxed);
+                newest[round % PODS].fetch_max(version, Ordering::Relaxed);
+                mirror.put(pod(round % PODS, version));
+            }
+        };
+        let read = || {
+            for round in 0..2000 {
+                let claim = format!("n/c{}", round % 5);
+                assert!(mirror.find(BY_CLAIM, &claim).iter().all(|pod| claims(pod) == [&*claim]));
+                let name = format!("n{}", round % 3);
+                let found = mirror.find(BY_NODE, &name);
+                assert!(found.iter().all(|pod| node(pod).as_deref() == Some(&*name)));
+            }
+        };
+        thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(change);
+            }
+            scope.spawn(read);
+            scope.spawn(read);
+        });
+        let by = |index: usize, keys: &[&str]| -> usize {
+            keys.iter().map(|key| mirror.find(index, key).len()).sum()
+        };
+        assert_eq!(mirror.len(), PODS);
+        assert_eq!(by(BY_CLAIM, &["n/c0", "n/c1", "n/c2", "n/c3", "n/c4"]), PODS);
+        assert_eq!(by(BY_NODE, &["n0", "n1", "n2"]), PODS);
+        for (number, newest) in newest.into_iter().enumerate() {
+            let known = mirror.get(&format!("n/p{number}")).unwrap();
+            let version = known.metadata.resource_version.clone().unwrap();
+            assert_eq!(version, newest.into_inner().to_string(), "an older state has won");
+        }
+    }
+}
