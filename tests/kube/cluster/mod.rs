@@ -5,8 +5,10 @@
 mod agents;
 mod attach_detach;
 mod attacher;
+mod forced;
 mod installed;
 pub(crate) mod objects;
 mod pods;
 mod provision;
+mod replay;
 pub(crate) mod sidecar;

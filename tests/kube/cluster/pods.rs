@@ -1,9 +1,11 @@
 //! Nodes, claims and pods, as users and kubelet make them.
 
+use std::sync::PoisonError;
+
 use cleat_grants::object::Generation;
 use serde_json::{Value, json};
 
-use super::objects::{ATTACHMENT, CLAIM, NODE, Objects, POD, text};
+use super::objects::{ATTACHMENT, CLAIM, EVENT, NODE, Objects, POD, text};
 use crate::control_plane::ControlPlane;
 use crate::fixture::{World, eventually, run_on};
 
@@ -12,7 +14,20 @@ pub(crate) const HANDLE: &str = "shared/v";
 
 /// Runs a test on the control plane with the controllers of Kubernetes.
 pub(crate) fn run(test: impl AsyncFnOnce(World, Objects)) {
-    run_on(ControlPlane::managed(), async |world: World| {
+    let plane = ControlPlane::managed();
+    let _used = plane.in_use.read().unwrap_or_else(PoisonError::into_inner);
+    run_with(plane, test);
+}
+
+/// As [`run`], while no other test uses that control plane.
+pub(crate) fn run_alone(test: impl AsyncFnOnce(World, Objects)) {
+    let plane = ControlPlane::managed();
+    let _used = plane.in_use.write().unwrap_or_else(PoisonError::into_inner);
+    run_with(plane, test);
+}
+
+fn run_with(plane: &'static ControlPlane, test: impl AsyncFnOnce(World, Objects)) {
+    run_on(plane, async |world: World| {
         let objects = Objects(world.client.clone());
         test(world, objects).await;
     });
@@ -107,6 +122,21 @@ impl<'a> Kubelet<'a> {
         self.world.mount(HANDLE, &self.node, generation).await;
         self.uses(&[HANDLE]).await;
         (pod, attachment, generation)
+    }
+
+    /// Waits until kube-controller-manager has tried three times to attach the volume of a pod whose attachment still ends.
+    /// It then waits for two seconds. An attachment that disappears while it tries would block it for two minutes.
+    pub(crate) async fn waits_for_detach(&self, pod: &str) {
+        eventually(&format!("{pod} waits for the end of the detach"), async || {
+            let events = self.objects.list(EVENT).await;
+            let is_meant = |event: &&Value| {
+                let text = event["message"].as_str().unwrap_or_default();
+                event["involvedObject"]["name"] == pod && text.contains("is being deleted")
+            };
+            let counts = events.iter().filter(is_meant).map(|event| event["count"].as_u64());
+            (counts.map(|count| count.unwrap_or(1)).sum::<u64>() >= 3).then_some(())
+        })
+        .await;
     }
 
     /// Creates a pod with a claim on this node, and returns its name.
