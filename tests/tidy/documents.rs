@@ -96,6 +96,54 @@ fn the_kernel_facts_name_all_their_tests_and_no_others() {
     assert_eq!(named, listed.collect::<BTreeSet<_>>());
 }
 
+/// The page of the controller has a table of forty behaviours of other systems. Each one has a test, whose name begins
+/// with its number, and the page names no others.
+#[test]
+fn each_of_the_forty_rows_has_a_test_that_the_page_names() {
+    let sources = files();
+    let sources = sources.iter().filter(|file| file.is_rust());
+    let tests: BTreeSet<&str> = sources.flat_map(|file| row_tests(&file.text)).collect();
+    let (page, mut listed, mut wrong) = (read("docs/controller.md"), Vec::new(), Vec::new());
+    for line in page.lines() {
+        let cells: Vec<&str> = line.split('|').map(str::trim).collect();
+        let [_, number, _, named, _] = cells[..] else { continue };
+        let Ok(row) = number.parse::<u8>() else { continue };
+        listed.push(row);
+        let names: Vec<&str> = named.split('`').filter(|name| name.starts_with("row_")).collect();
+        let is_test = |name: &&str| {
+            tests.iter().any(|test| test.starts_with(*name) && rows(test).contains(&row))
+        };
+        if names.is_empty() || !names.iter().all(is_test) {
+            wrong.push(format!("row {row}: {named}"));
+        }
+    }
+    none(&wrong);
+    assert_eq!(listed, (1..=40).collect::<Vec<u8>>());
+}
+
+/// The names of functions in a source that begin with the number of a row.
+fn row_tests(text: &str) -> impl Iterator<Item = &str> {
+    text.split("fn ").filter(|rest| rest.starts_with("row_")).filter_map(|rest| {
+        let (name, _) = rest.split_once('(')?;
+        Some(name)
+    })
+}
+
+/// The rows of a test: those of `row_05_and_06_…` are 5 and 6, and those of `row_17_to_20_…` are 17, 18, 19 and 20.
+fn rows(test: &str) -> BTreeSet<u8> {
+    let words: Vec<&str> = test.split('_').collect();
+    let mut rows = BTreeSet::new();
+    for pair in words.chunks_exact(2) {
+        let Ok(number) = pair[1].parse::<u8>() else { break };
+        match (pair[0], rows.last().copied()) {
+            ("row" | "and", _) => drop(rows.insert(number)),
+            ("to", Some(first)) => rows.extend(first..=number),
+            _ => break,
+        }
+    }
+    rows
+}
+
 #[test]
 fn systemd_accepts_the_unit() {
     let directory = tempfile::TempDir::new().expect("a directory");
