@@ -3,12 +3,14 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::{Globals, output};
 use crate::attach_calls::AttachSocket;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::random::Random;
-use cleat_kube::{CallServer, Config, Policy, Timing};
+use cleat_kube::rights::Extra;
+use cleat_kube::{CallServer, Config, Policy, Remediation, Timing};
 use cleat_telemetry::{Format, Log};
 
 const EXAMPLES: &str = "\
@@ -68,9 +70,21 @@ pub(super) struct Controller {
     /// Fence a node that does not release a volume when its Lease is this old, in seconds [default: never]
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     lease_timeout: Option<u64>,
-    /// Take also the volumes that are still requested from a node whose Lease is too old
-    #[arg(long, requires = "lease_timeout")]
+    /// Take volumes and pods from a node when its kubelet and its agent are silent, and put it out of service
+    ///
+    /// The volumes are fenced at the storage first, so that a node that lives can do no harm. The node returns to service
+    /// by itself. Other drivers of the cluster detach from the node as well. With --print-rights, adds the rights for it.
+    #[arg(long)]
     remediate: bool,
+    /// How long kubelet and agent must be silent, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 15, requires = "remediate", value_parser = clap::value_parser!(u64).range(5..=3600))]
+    remediation_timeout: u64,
+    /// How many nodes may be lost at the same time: where more are silent, nothing is done
+    #[arg(long, value_name = "N", default_value_t = 2, requires = "remediate", value_parser = clap::value_parser!(u16).range(1..))]
+    remediation_limit: u16,
+    /// Only say in the log and in events what would be done
+    #[arg(long, requires = "remediate")]
+    remediation_dry_run: bool,
     /// Print the custom resource definition of grants and exit
     #[arg(long)]
     print_crd: bool,
@@ -94,7 +108,8 @@ pub(super) fn run(globals: &Globals, args: Controller) -> Result<()> {
         return output::text(&cleat_kube::crd::yaml());
     }
     if let Some(namespace) = args.print_rights {
-        return output::text(&cleat_kube::rights::yaml(&namespace, args.attach_detach));
+        let extra = Extra { attach_detach: args.attach_detach, remediation: args.remediate };
+        return output::text(&cleat_kube::rights::yaml(&namespace, extra));
     }
     let level = match globals.verbose {
         0 => args.log_level,
@@ -118,11 +133,15 @@ pub(super) fn run(globals: &Globals, args: Controller) -> Result<()> {
             release_timeout_s: args.release_timeout,
             forced_detach_s: args.forced_detach,
             lease_timeout_s: args.lease_timeout,
-            remediate: args.remediate,
             ..Policy::default()
         },
         calls: socket.map(|socket| Arc::new(socket) as Arc<dyn CallServer>),
         attach_detach: args.attach_detach,
+        remediation: args.remediate.then(|| Remediation {
+            timeout: Duration::from_secs(args.remediation_timeout),
+            limit: usize::from(args.remediation_limit),
+            dry_run: args.remediation_dry_run,
+        }),
         election: Timing::default(),
         #[cfg(feature = "fault")]
         after_step: cleat_backend::crash_point,

@@ -172,7 +172,7 @@ fn create(view: &View<'_>, now: Time) -> Decision<Step> {
 }
 
 fn in_service(view: &View<'_>, node: &str) -> bool {
-    view.nodes.get(node).is_some_and(|node| !node.out_of_service)
+    view.nodes.get(node).is_some_and(|node| !node.out_of_service && !node.lost)
 }
 
 /// One volume with a grant, and everything that decisions about it depend on.
@@ -271,7 +271,7 @@ impl VolumeFacts<'_> {
         if self.stored.deleting {
             return Some(RevocationReason::Deleting);
         }
-        if self.policy.is_lost(self.view.nodes.get(&holder.node), self.now) {
+        if self.view.nodes.get(&holder.node).is_some_and(|node| node.lost) {
             return Some(RevocationReason::NodeLost);
         }
         (!self.is_requested(holder)).then_some(RevocationReason::NotRequested)

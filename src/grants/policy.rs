@@ -13,9 +13,6 @@ pub struct Policy {
     /// How long the lease of a node may be stale before its revoked volumes are fenced, in seconds. `None`,
     /// the default, fences no node because of its lease.
     pub lease_timeout_s: Option<u64>,
-    /// Whether a node whose lease is stale for `lease_timeout_s` loses also the volumes that are still
-    /// requested for it. Off by default.
-    pub remediate: bool,
     /// The number of entries of nodes, and of fences, in the status of a grant above which the controller removes a
     /// node that was deleted. Nodes that never return would otherwise fill the object.
     pub max_nodes: usize,
@@ -23,13 +20,7 @@ pub struct Policy {
 
 impl Default for Policy {
     fn default() -> Self {
-        Self {
-            release_timeout_s: 5,
-            forced_detach_s: 360,
-            lease_timeout_s: None,
-            remediate: false,
-            max_nodes: 64,
-        }
+        Self { release_timeout_s: 5, forced_detach_s: 360, lease_timeout_s: None, max_nodes: 64 }
     }
 }
 
@@ -42,6 +33,8 @@ pub struct NodeState {
     pub not_ready_since: Option<Time>,
     /// The last renewal of the node's lease, or of the agent's lease if that is later.
     pub lease_renewed: Option<Time>,
+    /// Whether remediation has decided that the node is lost: it loses also the volumes that are requested for it.
+    pub lost: bool,
 }
 
 /// The reason why fencing a node may start.
@@ -55,6 +48,8 @@ pub enum FencingReason {
     ForcedDetach,
     /// The node's lease is stale.
     LeaseStale,
+    /// Remediation has decided that the node is lost.
+    Lost,
 }
 
 impl Policy {
@@ -71,16 +66,14 @@ impl Policy {
         if node.out_of_service {
             return Some(FencingReason::OutOfService);
         }
+        if node.lost {
+            return Some(FencingReason::Lost);
+        }
         let is_forced = |since: Time| since.is_older_than(self.forced_detach_s, now);
         if !is_requested && node.not_ready_since.is_some_and(is_forced) {
             return Some(FencingReason::ForcedDetach);
         }
         self.is_lease_stale(node, now).then_some(FencingReason::LeaseStale)
-    }
-
-    /// Returns whether a node is to lose its volumes although they are requested.
-    pub fn is_lost(&self, node: Option<&NodeState>, now: Time) -> bool {
-        self.remediate && node.is_some_and(|node| self.is_lease_stale(node, now))
     }
 
     fn is_lease_stale(&self, node: &NodeState, now: Time) -> bool {
@@ -98,7 +91,6 @@ mod tests {
         let (policy, now) = (Policy::default(), Time(10_000));
         let silent = NodeState { lease_renewed: Some(Time(0)), ..NodeState::default() };
         assert_eq!(policy.fencing_reason(Some(&silent), false, now), None);
-        assert!(!policy.is_lost(Some(&silent), now));
     }
 
     #[test]
@@ -109,6 +101,8 @@ mod tests {
         assert_eq!(fenced(None, true), Some(FencingReason::NodeDeleted));
         let tainted = NodeState { out_of_service: true, ..NodeState::default() };
         assert_eq!(fenced(Some(&tainted), true), Some(FencingReason::OutOfService));
+        let lost = NodeState { lost: true, ..NodeState::default() };
+        assert_eq!(fenced(Some(&lost), true), Some(FencingReason::Lost));
         let since = |s| NodeState { not_ready_since: Some(Time(s)), ..NodeState::default() };
         assert_eq!(fenced(Some(&since(9_640)), false), Some(FencingReason::ForcedDetach));
         assert_eq!(fenced(Some(&since(9_641)), false), None);
@@ -122,8 +116,6 @@ mod tests {
         assert_eq!(policy.fencing_reason(Some(&node), true, Time(114)), None);
         let reason = policy.fencing_reason(Some(&node), true, Time(115));
         assert_eq!(reason, Some(FencingReason::LeaseStale));
-        assert!(!policy.is_lost(Some(&node), Time(115)));
-        assert!(Policy { remediate: true, ..policy }.is_lost(Some(&node), Time(115)));
         // A lease that was never seen is not a stale one.
         assert_eq!(policy.fencing_reason(Some(&NodeState::default()), true, Time(115)), None);
     }

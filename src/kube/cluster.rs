@@ -79,6 +79,8 @@ pub(crate) struct Cluster {
     pub(crate) nodes: Kind<Node>,
     pub(crate) csi_nodes: Kind<CSINode>,
     pub(crate) leases: Kind<Lease>,
+    /// The Leases that agents renew, in the namespace of the controller.
+    pub(crate) heartbeats: Kind<Lease>,
     pub(crate) queue: Queue<Key>,
     pub(crate) events: Events,
     pub(crate) metrics: Arc<Metrics>,
@@ -106,6 +108,7 @@ impl Cluster {
             nodes: Kind::new(Api::all(client.clone()), &[]),
             csi_nodes: Kind::new(Api::all(client.clone()), &[]),
             leases: Kind::new(Api::namespaced(client.clone(), nodes::LEASES), &[]),
+            heartbeats: Kind::new(Api::namespaced(client.clone(), config.namespace(client)), &[]),
             queue: Queue::new(random),
             events: Events::new(client.clone(), &config.identity),
             wanted: config.attach_detach.then(|| Wanted::new(client)),
@@ -145,6 +148,29 @@ impl Cluster {
             Some((name.to_owned(), nodes::state(&node, lease.as_deref())))
         };
         names.filter_map(state).collect()
+    }
+
+    /// Has the volumes and the attachments of a node looked at.
+    pub(crate) fn look_at_node(&self, name: &str) {
+        for grant in self.grants.mirror.all() {
+            if grant.spec.holders.iter().any(|holder| holder.node == name) {
+                self.queue.add(Key::Grant(grant.name_any()));
+            }
+        }
+        for attachment in self.attachments.mirror.find(BY_NODE, name) {
+            self.queue.add(Key::Attachment(attachment.name_any()));
+            self.look_at_wanted(&attachment);
+            if let Some(grant) = grant_of(&attachment) {
+                self.queue.add(Key::Grant(grant));
+            }
+        }
+    }
+
+    /// Has the attach/detach loop look at the volume of an attachment.
+    pub(crate) fn look_at_wanted(&self, known: &VolumeAttachment) {
+        if let (Some(_), Some(volume)) = (&self.wanted, &known.spec.source.persistent_volume_name) {
+            self.queue.add(Key::Wanted(volume.clone()));
+        }
     }
 
     /// Has the attachments of a volume looked at, and calls that wait for it.

@@ -5,9 +5,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use cleat_grants::policy::Policy;
+use kube::Client;
 
 use crate::call_server::CallServer;
 use crate::lease::Timing;
+use crate::remediation::Remediation;
 
 /// The settings of the controller.
 #[derive(Debug, Clone)]
@@ -32,6 +34,8 @@ pub struct Config {
     /// Whether the controller creates and deletes the VolumeAttachments as pods need them, in the place of
     /// kube-controller-manager.
     pub attach_detach: bool,
+    /// Whether nodes that are lost lose their volumes and their pods by themselves.
+    pub remediation: Option<Remediation>,
     /// The times of the leader election.
     pub election: Timing,
     /// Called with the name of each step that the controller has made for a volume, before the next one. Tests end the
@@ -40,6 +44,11 @@ pub struct Config {
 }
 
 impl Config {
+    /// Returns the namespace of the controller.
+    pub(crate) fn namespace<'a>(&'a self, client: &'a Client) -> &'a str {
+        self.namespace.as_deref().unwrap_or(client.default_namespace())
+    }
+
     /// Returns the name of the Lease of the leader.
     pub(crate) fn lease(&self) -> String {
         format!("controller-{}", self.driver)

@@ -71,8 +71,7 @@ pub async fn run_until(
     };
     let served = server.map(|server| tokio::spawn(server.serve(Arc::clone(&metrics), watched)));
     let client = connect(config.kubeconfig.as_deref()).await?;
-    let namespace = config.namespace.as_deref().unwrap_or(client.default_namespace());
-    let leases = Api::namespaced(client.clone(), namespace);
+    let leases = Api::namespaced(client.clone(), config.namespace(&client));
     let mut election = Election::new(leases, &config.lease(), &config.identity, config.election);
     let result = tokio::select! {
         () = stop => Ok(()),

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use cleat_core::error::{Error, Result};
 use futures::StreamExt;
+use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, Pod};
 use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::runtime::WatchStreamExt;
@@ -21,13 +22,15 @@ use crate::attach_detach::state::Wanted;
 use crate::attach_detach::{self, pods};
 use crate::attachments;
 use crate::calls::OfLeader;
-use crate::cluster::{BY_NODE, BY_VOLUME, Cluster, Key, grant_of};
+use crate::cluster::{BY_VOLUME, Cluster, Key, grant_of};
 use crate::grant::{DRIVER_LABEL, VolumeGrant};
+use crate::heartbeat;
 use crate::kind::Kind;
 use crate::mirror::Change;
 use crate::nodes;
 use crate::persistent_volumes;
 use crate::queue::{CONFLICT, FAILED, Next};
+use crate::remediation;
 use crate::server::Role;
 use crate::sweep;
 use crate::volumes;
@@ -49,12 +52,15 @@ pub(crate) async fn lead(cluster: Arc<Cluster>, role: &watch::Sender<Role>) {
         |cluster| &cluster.csi_nodes,
         |_, _| true,
         |cluster, change| {
-            look_at_node(cluster, change.after.as_ref().map(|node| node.name_any()).as_deref());
+            change.after.iter().for_each(|node| cluster.look_at_node(&node.name_any()));
         },
     );
     feed(&mut tasks, &cluster, |cluster| &cluster.volumes, is_ours, volume_changed);
-    if cluster.config.policy.lease_timeout_s.is_some() {
+    if needs_leases(&cluster) {
         feed(&mut tasks, &cluster, |cluster| &cluster.leases, |_, _| true, |_, _| {});
+    }
+    if cluster.config.remediation.is_some() {
+        feed(&mut tasks, &cluster, |cluster| &cluster.heartbeats, is_heartbeat, |_, _| {});
     }
     if cluster.wanted.is_some() {
         feed(&mut tasks, &cluster, |cluster| &wanted(cluster).pods, needs_claims, pod_changed);
@@ -78,6 +84,9 @@ pub(crate) async fn lead(cluster: Arc<Cluster>, role: &watch::Sender<Role>) {
     }
     role.send_replace(Role::Leader);
     tasks.spawn(sweep::run(Arc::clone(&cluster)));
+    if let Some(settings) = cluster.config.remediation {
+        tasks.spawn(remediation::run(Arc::clone(&cluster), settings));
+    }
     if let Some(server) = &cluster.config.calls {
         tasks.spawn(server.serve(Arc::new(OfLeader::new(&cluster))));
     }
@@ -104,14 +113,25 @@ fn has_listed(cluster: &Cluster) -> bool {
     let wanted = cluster.wanted.as_ref().is_none_or(|wanted| {
         wanted.pods.mirror.is_complete() && wanted.claims.mirror.is_complete()
     });
-    let with_leases = cluster.config.policy.lease_timeout_s.is_some();
-    let leases = !with_leases || cluster.leases.mirror.is_complete();
+    let leases = !needs_leases(cluster) || cluster.leases.mirror.is_complete();
+    let heartbeats =
+        cluster.config.remediation.is_none() || cluster.heartbeats.mirror.is_complete();
     cluster.grants.mirror.is_complete()
         && cluster.nodes.mirror.is_complete()
         && cluster.csi_nodes.mirror.is_complete()
         && cluster.volumes.mirror.is_complete()
         && wanted
         && leases
+        && heartbeats
+}
+
+/// Returns whether the Leases of kubelets are watched.
+fn needs_leases(cluster: &Cluster) -> bool {
+    cluster.config.policy.lease_timeout_s.is_some() || cluster.config.remediation.is_some()
+}
+
+fn is_heartbeat(_: &Cluster, lease: &Lease) -> bool {
+    heartbeat::node_of(&lease.name_any()).is_some()
 }
 
 /// Returns what the attach/detach loop knows. Only called where there is one.
@@ -193,7 +213,7 @@ fn grant_changed(cluster: &Cluster, change: &Change<VolumeGrant>) {
         let name = grant.name_any();
         let attachments = cluster.attachments_of(&name);
         cluster.look_at_attachments(&attachments);
-        attachments.iter().for_each(|known| look_at_wanted(cluster, known));
+        attachments.iter().for_each(|known| cluster.look_at_wanted(known));
         cluster.queue.add(Key::Grant(name));
     }
 }
@@ -206,20 +226,13 @@ fn attachment_changed(cluster: &Cluster, change: &Change<VolumeAttachment>) {
         return;
     }
     cluster.queue.add(Key::Attachment(known.name_any()));
-    look_at_wanted(cluster, known);
+    cluster.look_at_wanted(known);
     if let Some(grant) = grant_of(known) {
         cluster.queue.add(Key::Grant(grant));
     }
     let volume = known.spec.source.persistent_volume_name.as_ref();
     if let Some(volume) = volume.filter(|_| change.after.is_none()) {
         cluster.queue.add(Key::Volume(volume.clone()));
-    }
-}
-
-/// Has the attach/detach loop look at the volume of an attachment.
-fn look_at_wanted(cluster: &Cluster, known: &VolumeAttachment) {
-    if let (Some(_), Some(volume)) = (&cluster.wanted, &known.spec.source.persistent_volume_name) {
-        cluster.queue.add(Key::Wanted(volume.clone()));
     }
 }
 
@@ -265,23 +278,7 @@ fn node_changed(cluster: &Cluster, change: &Change<Node>) {
     if !is_other {
         return;
     }
-    for grant in cluster.grants.mirror.all() {
-        if grant.spec.holders.iter().any(|holder| holder.node == name) {
-            cluster.queue.add(Key::Grant(grant.name_any()));
-        }
-    }
-    look_at_node(cluster, Some(&name));
-}
-
-fn look_at_node(cluster: &Cluster, name: Option<&str>) {
-    let Some(name) = name else { return };
-    for attachment in cluster.attachments.mirror.find(BY_NODE, name) {
-        cluster.queue.add(Key::Attachment(attachment.name_any()));
-        look_at_wanted(cluster, &attachment);
-        if let Some(grant) = grant_of(&attachment) {
-            cluster.queue.add(Key::Grant(grant));
-        }
-    }
+    cluster.look_at_node(&name);
 }
 
 /// Works on the next object of the queue.

@@ -4,11 +4,15 @@ use cleat_grants::object::Time;
 use cleat_grants::policy::NodeState;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::Node;
+use kube::ResourceExt;
 
 use crate::api::seconds;
 
 /// The taint of a node that is lost. Only the key counts, as in Kubernetes.
 pub(crate) const OUT_OF_SERVICE: &str = "node.kubernetes.io/out-of-service";
+
+/// The annotation of a node that remediation has found lost, with the time.
+pub(crate) const LOST: &str = "cleat.csi.storage/lost";
 
 /// The namespace of the leases of nodes.
 pub(crate) const LEASES: &str = "kube-node-lease";
@@ -19,7 +23,8 @@ pub(crate) fn state(node: &Node, lease: Option<&Lease>) -> NodeState {
     let out_of_service = taints.into_iter().any(|taint| taint.key == OUT_OF_SERVICE);
     let renewed = lease.and_then(|lease| lease.spec.as_ref()?.renew_time.as_ref());
     let lease_renewed = renewed.map(|time| seconds(time.0));
-    NodeState { out_of_service, not_ready_since: not_ready_since(node), lease_renewed }
+    let lost = node.annotations().contains_key(LOST);
+    NodeState { out_of_service, not_ready_since: not_ready_since(node), lease_renewed, lost }
 }
 
 /// Returns since when a node is not ready. One without the condition was never ready.

@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 use crate::crd;
 use crate::events::EVENTS;
 use crate::grant::{GROUP, PLURAL};
+use crate::heartbeat;
 use crate::nodes::LEASES;
 
 /// The service account of the agents of nodes.
@@ -20,12 +21,26 @@ const NODE_CLAIM: &str = "authentication.kubernetes.io/node-name";
 /// The cluster role of the attach/detach loop.
 const ATTACH_DETACH: &str = "cleat-controller-attach-detach";
 
-/// Returns the objects as YAML documents. `namespace` is that of the pods. `attach_detach` adds the rights of the
-/// attach/detach loop.
-pub fn yaml(namespace: &str, attach_detach: bool) -> String {
+/// The roles of node remediation.
+const REMEDIATION: &str = "cleat-controller-remediation";
+
+/// What a controller does beside its usual work.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Extra {
+    /// It attaches and detaches as pods need it.
+    pub attach_detach: bool,
+    /// It takes volumes and pods from lost nodes.
+    pub remediation: bool,
+}
+
+/// Returns the objects as YAML documents. `namespace` is that of the pods.
+pub fn yaml(namespace: &str, extra: Extra) -> String {
     let mut objects = objects(namespace);
-    if attach_detach {
-        objects.extend(self::attach_detach(namespace));
+    if extra.attach_detach {
+        objects.extend(attach_detach(namespace));
+    }
+    if extra.remediation {
+        objects.extend(remediation(namespace));
     }
     let documents: Vec<String> = objects.iter().map(crd::to_yaml).collect();
     documents.join("---\n")
@@ -48,13 +63,14 @@ pub fn objects(namespace: &str) -> Vec<Value> {
             binding("ClusterRole", account, namespace),
         ));
     }
-    for (role_namespace, rules) in controller_roles(namespace) {
+    for (account, role_namespace, rules) in roles(namespace) {
         let role = json!({ "rules": [rules] });
-        objects.push(rbac("Role", CONTROLLER_ACCOUNT, Some(role_namespace), role));
-        let bound = binding("Role", CONTROLLER_ACCOUNT, namespace);
-        objects.push(rbac("RoleBinding", CONTROLLER_ACCOUNT, Some(role_namespace), bound));
+        objects.push(rbac("Role", account, Some(role_namespace), role));
+        let bound = binding("Role", account, namespace);
+        objects.push(rbac("RoleBinding", account, Some(role_namespace), bound));
     }
     objects.extend(policy(namespace));
+    objects.extend(lease_policy(namespace));
     objects
 }
 
@@ -68,12 +84,48 @@ pub fn attach_detach(namespace: &str) -> [Value; 2] {
         // Those about pods are in their namespaces.
         rule("events.k8s.io", &["events"], &["create", "patch"]),
     ]);
-    let mut bound = binding("ClusterRole", CONTROLLER_ACCOUNT, namespace);
-    bound["roleRef"]["name"] = json!(ATTACH_DETACH);
     [
         rbac("ClusterRole", ATTACH_DETACH, None, json!({ "rules": rules })),
-        rbac("ClusterRoleBinding", ATTACH_DETACH, None, bound),
+        rbac(
+            "ClusterRoleBinding",
+            ATTACH_DETACH,
+            None,
+            extra_binding("ClusterRole", ATTACH_DETACH, namespace),
+        ),
     ]
+}
+
+/// Returns the rights that the controller needs for node remediation, in addition.
+pub fn remediation(namespace: &str) -> Vec<Value> {
+    let cluster = json!([
+        rule("", &["nodes"], &["get", "patch"]),
+        rule("", &["pods"], &["list", "delete"]),
+        rule("", &["pods/status"], &["patch"]),
+    ]);
+    let leases = |verbs| json!({ "rules": [rule("coordination.k8s.io", &["leases"], verbs)] });
+    let mut objects = vec![
+        rbac("ClusterRole", REMEDIATION, None, json!({ "rules": cluster })),
+        rbac(
+            "ClusterRoleBinding",
+            REMEDIATION,
+            None,
+            extra_binding("ClusterRole", REMEDIATION, namespace),
+        ),
+    ];
+    // Those of the kubelets, and those of the agents.
+    for (of, verbs) in [(LEASES, &["get"][..]), (namespace, &["list", "watch"])] {
+        let bound = extra_binding("Role", REMEDIATION, namespace);
+        objects.push(rbac("Role", REMEDIATION, Some(of), leases(verbs)));
+        objects.push(rbac("RoleBinding", REMEDIATION, Some(of), bound));
+    }
+    objects
+}
+
+/// Binds a role with a name of its own to the account of the controller.
+fn extra_binding(kind: &str, role: &str, namespace: &str) -> Value {
+    let mut bound = binding(kind, CONTROLLER_ACCOUNT, namespace);
+    bound["roleRef"]["name"] = json!(role);
+    bound
 }
 
 fn controller_rules() -> Value {
@@ -91,15 +143,18 @@ fn controller_rules() -> Value {
     ])
 }
 
-/// Returns the rights of the controller in single namespaces.
-fn controller_roles(namespace: &str) -> [(&str, Value); 3] {
+/// Returns the rights in single namespaces, each with its account.
+fn roles(namespace: &str) -> [(&'static str, &str, Value); 4] {
     let leases = |verbs| rule("coordination.k8s.io", &["leases"], verbs);
+    let events = rule("events.k8s.io", &["events"], &["create", "patch"]);
     [
         // The Lease of the leader.
-        (namespace, leases(&["get", "create", "update"])),
-        // Those of the nodes, only with --lease-timeout.
-        (LEASES, leases(&["list", "watch"])),
-        (EVENTS, rule("events.k8s.io", &["events"], &["create", "patch"])),
+        (CONTROLLER_ACCOUNT, namespace, leases(&["get", "create", "update"])),
+        // Those of the kubelets, only with --lease-timeout and --remediate.
+        (CONTROLLER_ACCOUNT, LEASES, leases(&["list", "watch"])),
+        (CONTROLLER_ACCOUNT, EVENTS, events),
+        // That of the agent.
+        (NODE_ACCOUNT, namespace, leases(&["get", "update"])),
     ]
 }
 
@@ -119,21 +174,17 @@ fn rule(group: &str, resources: &[&str], verbs: &[&str]) -> Value {
 /// cannot say that, because it knows no fields.
 fn policy(namespace: &str) -> [Value; 2] {
     let name = "cleat-node-writes-its-own-status";
-    let account = format!("system:serviceaccount:{namespace}:{NODE_ACCOUNT}");
     let resources = [PLURAL.to_owned(), format!("{PLURAL}/*")];
     let rules = json!([{
         "apiGroups": [GROUP], "apiVersions": ["*"], "resources": resources,
         "operations": ["CREATE", "UPDATE", "DELETE"],
     }]);
-    let variable = |name: &str, expression: &str| json!({ "name": name, "expression": expression });
-    let claim = format!("request.userInfo.?extra[?'{NODE_CLAIM}'][?0].orValue('')");
     let others = |object: &str| {
         format!("{object}.?status.?nodes.orValue([]).filter(entry, entry.node != variables.node)")
     };
     let same = |field: &str| {
         format!("object.?status.?{field}.orValue([]) == oldObject.?status.?{field}.orValue([])")
     };
-    let check = |expression: String, message: &str| json!({ "expression": expression, "message": message, "reason": "Forbidden" });
     let is_status = "request.operation == 'UPDATE' && request.?subResource.orValue('') == 'status'";
     let otherwise = |expression: String| format!("!({is_status}) || ({expression})");
     let validations = [
@@ -146,18 +197,47 @@ fn policy(namespace: &str) -> [Value; 2] {
         check(otherwise(same("fences")), "a node may not change status.fences"),
         check(otherwise(same("waiting")), "a node may not change status.waiting"),
     ];
+    let old = "request.operation == 'UPDATE' ? ";
+    let variables = [
+        variable("node", &node_of_token()),
+        variable("others", &format!("{old}{} : []", others("object"))),
+        variable("oldOthers", &format!("{old}{} : []", others("oldObject"))),
+    ];
+    policy_of_nodes(name, namespace, &rules, &variables, &validations)
+}
+
+/// The policy for the Leases of agents: a node may renew its own, and those of others and of the leader must stay.
+fn lease_policy(namespace: &str) -> [Value; 2] {
+    let rules = json!([{
+        "apiGroups": ["coordination.k8s.io"], "apiVersions": ["*"], "resources": ["leases"],
+        "operations": ["CREATE", "UPDATE", "DELETE"],
+    }]);
+    let own = format!(
+        "request.operation == 'UPDATE' && {} != '' && request.name == '{}' + {}",
+        node_of_token(),
+        heartbeat::name_of(""),
+        node_of_token()
+    );
+    let validations = [check(own, "a node may only renew its own Lease")];
+    policy_of_nodes("cleat-node-renews-its-own-lease", namespace, &rules, &[], &validations)
+}
+
+/// Returns a policy for the requests of nodes with its binding.
+fn policy_of_nodes(
+    name: &str,
+    namespace: &str,
+    rules: &Value,
+    variables: &[Value],
+    validations: &[Value],
+) -> [Value; 2] {
+    let account = format!("system:serviceaccount:{namespace}:{NODE_ACCOUNT}");
     let is_node = format!("request.userInfo.username == '{account}'");
     let api = "admissionregistration.k8s.io/v1";
-    let old = "request.operation == 'UPDATE' ? ";
     let spec = json!({ "spec": {
         "failurePolicy": "Fail",
         "matchConstraints": { "resourceRules": rules },
         "matchConditions": [variable("is-a-node", &is_node)],
-        "variables": [
-            variable("node", &claim),
-            variable("others", &format!("{old}{} : []", others("object"))),
-            variable("oldOthers", &format!("{old}{} : []", others("oldObject"))),
-        ],
+        "variables": variables,
         "validations": validations,
     } });
     let bound = json!({ "spec": { "policyName": name, "validationActions": ["Deny"] } });
@@ -165,6 +245,19 @@ fn policy(namespace: &str) -> [Value; 2] {
         object(api, "ValidatingAdmissionPolicy", name, None, spec),
         object(api, "ValidatingAdmissionPolicyBinding", name, None, bound),
     ]
+}
+
+/// The expression for the node that the token of a request names; empty if it names none.
+fn node_of_token() -> String {
+    format!("request.userInfo.?extra[?'{NODE_CLAIM}'][?0].orValue('')")
+}
+
+fn variable(name: &str, expression: &str) -> Value {
+    json!({ "name": name, "expression": expression })
+}
+
+fn check(expression: String, message: &str) -> Value {
+    json!({ "expression": expression, "message": message, "reason": "Forbidden" })
 }
 
 fn binding(kind: &str, account: &str, namespace: &str) -> Value {
@@ -199,7 +292,10 @@ mod tests {
     fn the_committed_rights_are_those_of_the_code() {
         let committed = std::fs::read_to_string(COMMITTED).unwrap_or_default();
         let repair = "run: cleat controller --print-rights cleat-system > deploy/base/rights.yaml";
-        assert!(committed == yaml("cleat-system", false), "{COMMITTED} differs; {repair}");
+        assert!(
+            committed == yaml("cleat-system", Extra::default()),
+            "{COMMITTED} differs; {repair}"
+        );
     }
 
     #[test]

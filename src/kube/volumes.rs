@@ -317,13 +317,11 @@ impl<'a> ObservedVolume<'a> {
 
     /// Returns the time of the next timeout that may change the decision, in seconds.
     fn next_deadline(&self, now: Time) -> Option<u64> {
-        let Policy { release_timeout_s, forced_detach_s, lease_timeout_s, remediate, .. } =
+        let Policy { release_timeout_s, forced_detach_s, lease_timeout_s, .. } =
             self.cluster.config.policy;
         let mut times = Vec::new();
-        for holder in self.grant.iter().flat_map(|grant| &grant.spec.holders) {
-            if !holder.revoked && !remediate {
-                continue;
-            }
+        let holders = self.grant.iter().flat_map(|grant| &grant.spec.holders);
+        for holder in holders.filter(|holder| holder.revoked) {
             times.push(holder.since.0 + release_timeout_s);
             let node = self.nodes.get(&holder.node);
             let not_ready = node.and_then(|node| node.not_ready_since);

@@ -122,6 +122,7 @@ impl World {
             policy: Policy { release_timeout_s: 1, ..Policy::default() },
             calls: None,
             attach_detach: false,
+            remediation: None,
             election: Timing::default(),
             after_step: |_| (),
         }

@@ -120,6 +120,6 @@ fn the_start_fails_by_name() {
     };
     let error = failed(&["--kubeconfig=/missing"]);
     assert!(error.contains("cannot read the kubeconfig /missing"), "{error}");
-    let error = failed(&["--remediate"]);
-    assert!(error.contains("--lease-timeout"), "{error}");
+    let error = failed(&["--remediation-limit=3"]);
+    assert!(error.contains("--remediate"), "{error}");
 }

@@ -29,6 +29,7 @@ mod leader;
 mod node;
 mod proxy;
 mod rbd;
+mod remediation;
 mod rights;
 mod scale;
 mod storage;

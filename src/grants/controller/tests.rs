@@ -188,10 +188,8 @@ fn a_node_that_is_only_silent_is_never_fenced() {
 #[test]
 fn remediation_revokes_what_is_still_requested() {
     let mut fixture = Fixture::new(&["a"]);
-    fixture.node("a").lease_renewed = Some(Time(0));
-    fixture.policy.lease_timeout_s = Some(15);
     assert_eq!(fixture.step(), Step::Wait(Vec::new()));
-    fixture.policy.remediate = true;
+    fixture.node("a").lost = true;
     let reason = RevocationReason::NodeLost;
     assert_eq!(fixture.write_spec(), Change::Revoked("a".to_owned(), Generation(3), reason));
 }

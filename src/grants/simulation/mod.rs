@@ -105,6 +105,7 @@ fn a_use_of_a_volume_takes_six_writes() {
             nodes: 2,
             mode: Mode::ReadWrite,
             policy: Policy::default(),
+            remediates: false,
             lost_per_mille: 0,
             late_per_mille: 0,
             forgets: false,

@@ -13,6 +13,8 @@ pub(crate) struct Scenario {
     pub(crate) nodes: usize,
     pub(crate) mode: Mode,
     pub(crate) policy: Policy,
+    /// Whether a node is lost as soon as its lease is stale.
+    pub(crate) remediates: bool,
     /// How many of 1000 messages are lost, and how many arrive seconds late.
     pub(crate) lost_per_mille: u64,
     pub(crate) late_per_mille: u64,
@@ -105,9 +107,9 @@ pub(crate) fn of(seed: u64) -> Scenario {
         release_timeout_s: dice.pick(&[0, 1, 3, 5]),
         forced_detach_s: dice.pick(&[4, 10, 360]),
         lease_timeout_s: dice.pick(&[None, Some(2), Some(6)]),
-        remediate: dice.one_in(3),
         ..Policy::default()
     };
+    let remediates = dice.one_in(3);
     let restores = dice.one_in(4);
     let mut acts = vec![(0, Act::Attach(dice.index(nodes)))];
     for _ in 0..8 + dice.below(22) {
@@ -131,7 +133,17 @@ pub(crate) fn of(seed: u64) -> Scenario {
     let late_per_mille = dice.pick(&[0, 20, 100]);
     let policy = Policy { max_nodes: dice.pick(&[0, 0, 1, 64]), ..policy };
     let forgets = dice.one_in(8);
-    Scenario { nodes, mode, policy, lost_per_mille, late_per_mille, forgets, acts, last }
+    Scenario {
+        nodes,
+        mode,
+        policy,
+        remediates,
+        lost_per_mille,
+        late_per_mille,
+        forgets,
+        acts,
+        last,
+    }
 }
 
 impl Dice {

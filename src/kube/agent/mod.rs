@@ -7,6 +7,7 @@
 //! Without the API server, mappings stay, and nothing new is mapped ([`Agent::admit`] fails and names the cause).
 
 mod admission;
+mod heartbeat;
 mod node;
 mod run;
 mod shared;

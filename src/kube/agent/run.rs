@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 use futures::StreamExt;
-use kube::ResourceExt;
 use kube::api::{Api, ListParams};
 use kube::runtime::watcher::{self, Event, watcher};
+use kube::{Client, ResourceExt};
 use tokio::task::JoinSet;
 
 use super::shared::{Agent, Shared};
@@ -47,7 +47,9 @@ impl Agent {
                 }
             });
         }
-        shared.connect().await;
+        let client = shared.connect().await;
+        let other = Arc::clone(shared);
+        tasks.spawn(async move { other.send_heartbeats(&client).await });
         let other = Arc::clone(shared);
         tasks.spawn(async move { other.notice_end_of_outage().await });
         shared.watch().await;
@@ -71,11 +73,12 @@ impl Agent {
 
 impl Shared {
     /// Makes the client of the API server.
-    async fn connect(&self) {
+    async fn connect(&self) -> Client {
         let kubeconfig = self.config.kubeconfig.as_deref();
         let client = self.until_read(|| connect(kubeconfig)).await;
         // Set once: this is the only caller.
-        let _ = self.grants.set(Kind::new(Api::all(client), &[]));
+        let _ = self.grants.set(Kind::new(Api::all(client.clone()), &[]));
+        client
     }
 
     /// Repeats `read` until it succeeds. An error is logged when it differs from the last one.

@@ -312,16 +312,17 @@ fn reason(condition: &Condition) -> String {
     if condition.message.is_empty() { reason } else { condition.message.clone() }
 }
 
-/// Describes a node that is not ready, or that is out of service.
+/// Describes a node that is not ready, out of service, or lost.
 pub(super) fn not_ready(node: &Node, now: Time) -> Option<String> {
     let state = nodes::state(node, None);
-    let since = |since: Time| format!("not ready since {} ago", ago(since, now));
-    match (state.out_of_service, state.not_ready_since) {
-        (true, None) => Some("out of service".to_owned()),
-        (true, Some(then)) => Some(format!("out of service and {}", since(then))),
-        (false, Some(then)) => Some(since(then)),
-        (false, None) => None,
-    }
+    let lost = node.annotations().get(nodes::LOST);
+    let parts = [
+        lost.map(|time| format!("lost since {time} (remediation)")),
+        state.out_of_service.then(|| "out of service".to_owned()),
+        state.not_ready_since.map(|then| format!("not ready since {} ago", ago(then, now))),
+    ];
+    let parts: Vec<String> = parts.into_iter().flatten().collect();
+    (!parts.is_empty()).then(|| parts.join(" and "))
 }
 
 fn phase(pod: &Pod) -> Option<&str> {

@@ -1,0 +1,138 @@
+//! When the controller has seen the kubelet and the agent of a node renew their Leases. Only the controller's own clock
+//! counts: the clock of a node can be wrong.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::jiff::Timestamp;
+use tokio::time::Instant;
+
+/// How long a node has been silent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Silence {
+    /// The kubelet has no Lease, or the agent has never renewed its own.
+    Unknown,
+    /// The kubelet or the agent has renewed its Lease in time.
+    No,
+    /// The agent is late. Where many agents are, the network is the probable cause.
+    Late,
+    /// Neither has renewed its Lease within the timeout.
+    Lost,
+}
+
+/// The last renewals of all nodes.
+#[derive(Debug, Default)]
+pub(super) struct Beats(BTreeMap<String, [Option<Beat>; 2]>);
+
+#[derive(Debug, Clone, Copy)]
+struct Beat {
+    /// The time that the node has written.
+    renewed: Timestamp,
+    seen: Instant,
+    /// Whether it was renewed since this controller knows it.
+    has_changed: bool,
+}
+
+impl Beats {
+    /// Takes the Leases of a node as they are now: that of its kubelet, and that of its agent.
+    pub(super) fn observe(&mut self, node: &str, leases: [Option<&Lease>; 2], now: Instant) {
+        let known = self.0.entry(node.to_owned()).or_default();
+        for (beat, lease) in known.iter_mut().zip(leases) {
+            let renewed = lease.and_then(|lease| lease.spec.as_ref()?.renew_time.as_ref());
+            *beat = renewed.map(|renewed| match *beat {
+                Some(same) if same.renewed == renewed.0 => same,
+                other => Beat { renewed: renewed.0, seen: now, has_changed: other.is_some() },
+            });
+        }
+    }
+
+    /// Forgets all nodes but these.
+    pub(super) fn keep(&mut self, nodes: &BTreeSet<String>) {
+        self.0.retain(|node, _| nodes.contains(node));
+    }
+
+    /// Begins again to measure all times, because no node could reach the API server.
+    pub(super) fn restart(&mut self, now: Instant) {
+        self.0.values_mut().flatten().flatten().for_each(|beat| beat.seen = now);
+    }
+
+    pub(super) fn silence(&self, node: &str, timeout: Duration, now: Instant) -> Silence {
+        let Some([Some(kubelet), Some(agent)]) = self.0.get(node) else { return Silence::Unknown };
+        let age = |beat: &Beat| now.saturating_duration_since(beat.seen);
+        if age(kubelet).min(age(agent)) >= timeout {
+            Silence::Lost
+        } else if age(agent) >= timeout / 2 {
+            Silence::Late
+        } else {
+            Silence::No
+        }
+    }
+
+    /// Returns whether both have renewed their Leases, since this controller knows them and within the timeout.
+    pub(super) fn is_back(&self, node: &str, timeout: Duration, now: Instant) -> bool {
+        let Some(beats) = self.0.get(node) else { return false };
+        let is_fresh =
+            |beat: &Beat| beat.has_changed && now.saturating_duration_since(beat.seen) < timeout;
+        beats.iter().all(|beat| beat.as_ref().is_some_and(is_fresh))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    const TIMEOUT: Duration = Duration::from_secs(15);
+
+    fn lease(second: u64) -> Lease {
+        let time = format!("2030-01-01T00:00:{second:02}.000000Z");
+        serde_json::from_value(json!({ "metadata": {}, "spec": { "renewTime": time } })).unwrap()
+    }
+
+    /// Observes a node whose clock is wrong by years.
+    fn observe(beats: &mut Beats, kubelet: u64, agent: Option<u64>, now: Instant) {
+        let agent = agent.map(lease);
+        beats.observe("a", [Some(&lease(kubelet)), agent.as_ref()], now);
+    }
+
+    #[test]
+    fn a_node_is_lost_when_both_leases_are_stale_by_the_clock_of_the_controller() {
+        let (mut beats, start) = (Beats::default(), Instant::now());
+        let at = |seconds| start + Duration::from_secs(seconds);
+        assert_eq!(beats.silence("a", TIMEOUT, start), Silence::Unknown);
+        observe(&mut beats, 1, None, start);
+        assert_eq!(beats.silence("a", TIMEOUT, at(20)), Silence::Unknown);
+        observe(&mut beats, 1, Some(1), at(20));
+        assert_eq!(beats.silence("a", TIMEOUT, at(20)), Silence::No);
+        assert_eq!(beats.silence("a", TIMEOUT, at(28)), Silence::Late);
+        // The agent works, and the kubelet does not.
+        observe(&mut beats, 1, Some(2), at(28));
+        assert_eq!(beats.silence("a", TIMEOUT, at(35)), Silence::No);
+        assert_eq!(beats.silence("a", TIMEOUT, at(43)), Silence::Lost);
+        observe(&mut beats, 3, Some(2), at(43));
+        assert_eq!(beats.silence("a", TIMEOUT, at(57)), Silence::Late);
+        assert_eq!(beats.silence("a", TIMEOUT, at(58)), Silence::Lost);
+    }
+
+    #[test]
+    fn an_outage_of_the_api_server_makes_no_node_lost() {
+        let (mut beats, start) = (Beats::default(), Instant::now());
+        observe(&mut beats, 1, Some(1), start);
+        beats.restart(start + TIMEOUT);
+        assert_eq!(beats.silence("a", TIMEOUT, start + TIMEOUT), Silence::No);
+        assert_eq!(beats.silence("a", TIMEOUT, start + 2 * TIMEOUT), Silence::Lost);
+    }
+
+    #[test]
+    fn a_node_is_back_when_both_have_renewed() {
+        let (mut beats, start) = (Beats::default(), Instant::now());
+        observe(&mut beats, 1, Some(1), start);
+        assert!(!beats.is_back("a", TIMEOUT, start), "the first sight proves nothing");
+        observe(&mut beats, 1, Some(2), start);
+        assert!(!beats.is_back("a", TIMEOUT, start));
+        observe(&mut beats, 2, Some(2), start);
+        assert!(beats.is_back("a", TIMEOUT, start));
+        assert!(!beats.is_back("a", TIMEOUT, start + TIMEOUT));
+    }
+}

@@ -1,0 +1,241 @@
+//! Node remediation: a node whose kubelet and whose agent are silent loses its volumes and its pods by itself.
+//!
+//! 1. The node is marked as lost by an annotation, so that every later controller continues.
+//! 2. Its volumes are revoked and fenced (`volumes`). The storage proves that the node cannot write any more.
+//! 3. It gets the taint `node.kubernetes.io/out-of-service`, with which Kubernetes detaches its volumes at once.
+//! 4. Its pods with volumes of the driver are deleted, as Kubernetes' garbage collection would do it later.
+//! 5. When its kubelet and its agent work again, and the agent has reported every volume clean, mark and taint go.
+//!
+//! The Leases decide when to begin, and prove nothing: a node that lives has its volumes fenced, and loses no more than
+//! a reboot would cost it.
+
+mod beats;
+mod objects;
+mod plan;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use cleat_core::error::Result;
+use k8s_openapi::api::core::v1::Node;
+use kube::{Resource, ResourceExt};
+use tokio::time::Instant;
+
+use crate::api::message;
+use crate::cluster::Cluster;
+use crate::heartbeat;
+use crate::nodes;
+use beats::{Beats, Silence};
+use plan::{Observed, Step, plan};
+
+/// The annotation of a node that is never remediated, with the value `true`.
+const MAINTENANCE: &str = "cleat.csi.storage/maintenance";
+
+/// The time between two looks.
+const PERIOD: Duration = Duration::from_secs(1);
+
+/// The settings of node remediation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Remediation {
+    /// How long kubelet and agent must be silent.
+    pub timeout: Duration,
+    /// The maximum number of nodes that are lost at the same time.
+    pub limit: usize,
+    /// Whether it only says what it would do.
+    pub dry_run: bool,
+}
+
+/// Remediates until the future is dropped.
+pub(crate) async fn run(cluster: Arc<Cluster>, settings: Remediation) {
+    let mut watch = Watch {
+        cluster,
+        settings,
+        beats: Beats::default(),
+        cleared: BTreeSet::new(),
+        said: BTreeMap::new(),
+        failed: String::new(),
+    };
+    loop {
+        let text = watch.turn().await.err().map(|error| message(&error)).unwrap_or_default();
+        if text != watch.failed && !text.is_empty() {
+            tracing::warn!("node remediation: {text}");
+        }
+        watch.failed = text;
+        tokio::time::sleep(PERIOD).await;
+    }
+}
+
+struct Watch {
+    cluster: Arc<Cluster>,
+    settings: Remediation,
+    beats: Beats,
+    /// The lost nodes without pods.
+    cleared: BTreeSet<String>,
+    /// The last step of each node that was only said.
+    said: BTreeMap<String, Step>,
+    failed: String,
+}
+
+impl Watch {
+    /// Looks at all nodes once, and makes the next step of each. A step that fails delays no other; the first error is
+    /// returned.
+    async fn turn(&mut self) -> Result<()> {
+        let names = self.names();
+        self.beats.keep(&names);
+        self.cleared.retain(|name| names.contains(name));
+        let nodes: Vec<Arc<Node>> =
+            names.iter().filter_map(|name| self.cluster.nodes.mirror.get(name)).collect();
+        let mut errors = Vec::new();
+        for node in &nodes {
+            errors.extend(self.make_lease(node).await.err());
+        }
+        self.observe_beats(&nodes);
+        if let Err(error) = self.read_silent(&nodes).await {
+            // The nodes may not have reached the API server either.
+            self.beats.restart(Instant::now());
+            return Err(error);
+        }
+        let observed: Vec<Observed> = nodes.iter().map(|node| self.observed(node)).collect();
+        let steps = plan(&observed, self.settings.limit);
+        self.said.retain(|name, _| steps.iter().any(|(other, _)| other == name));
+        for (name, step) in steps {
+            let node = nodes.iter().find(|node| node.name_any() == name);
+            if let Some(node) = node {
+                errors.extend(self.step(node, step).await.err());
+            }
+        }
+        errors.into_iter().next().map_or(Ok(()), Err)
+    }
+
+    /// Returns the nodes that have volumes of the driver, or are being remediated.
+    fn names(&self) -> BTreeSet<String> {
+        let cluster = &self.cluster;
+        let mut names = BTreeSet::new();
+        for grant in cluster.grants.mirror.all() {
+            names.extend(grant.spec.holders.iter().map(|holder| holder.node.clone()));
+            names.extend(grant.status.grant.fences.iter().map(|fence| fence.node.clone()));
+        }
+        let attachments = cluster.attachments.mirror.all();
+        names.extend(attachments.iter().map(|known| known.spec.node_name.clone()));
+        let marked = cluster.nodes.mirror.all().into_iter();
+        let marked = marked.filter(|node| node.annotations().contains_key(nodes::LOST));
+        names.extend(marked.map(|node| node.name_any()));
+        names
+    }
+
+    fn observe_beats(&mut self, nodes: &[Arc<Node>]) {
+        let now = Instant::now();
+        for node in nodes {
+            let name = node.name_any();
+            let kubelet = self.cluster.leases.mirror.get(&name);
+            let agent = self.cluster.heartbeats.mirror.get(&heartbeat::name_of(&name));
+            self.beats.observe(&name, [kubelet.as_deref(), agent.as_deref()], now);
+        }
+    }
+
+    /// Reads the Leases of nodes that seem to be silent: the watch may have stopped. Fails if the API server does not
+    /// answer. Reads a few nodes at most, because with more of them nothing is done.
+    async fn read_silent(&mut self, nodes: &[Arc<Node>]) -> Result<()> {
+        let now = Instant::now();
+        let mut left = self.settings.limit + 1;
+        for node in nodes {
+            let name = node.name_any();
+            let silence = self.beats.silence(&name, self.settings.timeout, now);
+            let is_silent = matches!(silence, Silence::Late | Silence::Lost);
+            if is_silent && !nodes::state(node, None).lost && left > 0 {
+                left -= 1;
+                self.cluster.leases.refresh(&name).await?;
+                self.cluster.heartbeats.refresh(&heartbeat::name_of(&name)).await?;
+            }
+        }
+        self.observe_beats(nodes);
+        Ok(())
+    }
+
+    fn observed(&self, node: &Node) -> Observed {
+        let (name, now) = (node.name_any(), Instant::now());
+        let state = nodes::state(node, None);
+        let grants = self.cluster.grants.mirror.all();
+        let timeout = self.settings.timeout;
+        Observed {
+            lost: state.lost,
+            tainted: state.out_of_service,
+            maintenance: node.annotations().get(MAINTENANCE).is_some_and(|value| value == "true"),
+            silence: self.beats.silence(&name, timeout, now),
+            is_back: self.beats.is_back(&name, timeout, now),
+            holds: grants
+                .iter()
+                .any(|grant| grant.spec.holders.iter().any(|holder| holder.node == name)),
+            fenced: grants
+                .iter()
+                .any(|grant| grant.status.grant.fences.iter().any(|fence| fence.node == name)),
+            has_pods: !self.cleared.contains(&name),
+            name,
+        }
+    }
+
+    async fn step(&mut self, node: &Node, step: Step) -> Result<()> {
+        let name = node.name_any();
+        if self.settings.dry_run || matches!(step, Step::Spare | Step::Refuse) {
+            if self.said.insert(name, step) != Some(step) {
+                self.say(node, step).await;
+            }
+            return Ok(());
+        }
+        match step {
+            Step::Mark => self.mark(node).await?,
+            Step::Taint => self.taint(node).await?,
+            Step::DeletePods => {
+                if self.delete_pods(&name).await? {
+                    self.cleared.insert(name);
+                }
+                return Ok(());
+            }
+            Step::Return => {
+                self.unmark(node).await?;
+                self.cleared.remove(&name);
+            }
+            Step::Spare | Step::Refuse => {}
+        }
+        self.say(node, step).await;
+        Ok(())
+    }
+
+    /// Writes an event about a node, and a line of the log.
+    async fn say(&self, node: &Node, step: Step) {
+        let Remediation { timeout, limit, dry_run } = self.settings;
+        let silent =
+            format!("neither kubelet nor cleat has renewed its Lease for {} s", timeout.as_secs());
+        let (reason, text) = match step {
+            Step::Mark => {
+                ("NodeLost", format!("{silent}: its volumes are fenced, then its pods are deleted"))
+            }
+            Step::Spare => (
+                "NodeInMaintenance",
+                format!("{silent}: nothing is done, because of {MAINTENANCE}"),
+            ),
+            Step::Refuse => (
+                "TooManyNodesSilent",
+                format!(
+                    "{silent}: nothing is done, because more than {limit} nodes are silent or lost \
+                     (--remediation-limit); check the network"
+                ),
+            ),
+            Step::Taint => {
+                ("OutOfService", "its volumes are fenced: it gets the out-of-service taint".into())
+            }
+            Step::DeletePods => ("PodsDeleted", "its pods with volumes are deleted".into()),
+            Step::Return => {
+                ("NodeReturned", "it works again, and has cleaned up: it is in service".into())
+            }
+        };
+        // An event with the reason of an earlier one is counted there, and its text is lost.
+        let (reason, text) = match dry_run {
+            true => (format!("DryRun{reason}"), format!("dry run, nothing is changed: {text}")),
+            false => (reason.to_owned(), text),
+        };
+        tracing::warn!(node = node.name_any(), "{text}");
+        self.cluster.events.publish_about(&node.object_ref(&()), &reason, text).await;
+    }
+}
