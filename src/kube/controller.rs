@@ -13,7 +13,7 @@ use tokio::sync::watch;
 
 use crate::api::{call, message};
 use crate::attach_detach;
-use crate::client::connect;
+use crate::client::connect_counted;
 use crate::cluster::Cluster;
 use crate::config::Config;
 use crate::grant::VolumeGrant;
@@ -70,7 +70,7 @@ pub async fn run_until(
         None => None,
     };
     let served = server.map(|server| tokio::spawn(server.serve(Arc::clone(&metrics), watched)));
-    let client = connect(config.kubeconfig.as_deref()).await?;
+    let client = connect_counted(config.kubeconfig.as_deref(), Arc::clone(&metrics)).await?;
     let leases = Api::namespaced(client.clone(), config.namespace(&client));
     let mut election = Election::new(leases, &config.lease(), &config.identity, config.election);
     let result = tokio::select! {

@@ -11,6 +11,7 @@ use cleat_core::error::{Error, ErrorKind, Result};
 /// The counters, and the gauges that the leader sets.
 #[derive(Debug, Default)]
 pub(crate) struct Metrics {
+    requests: Family<ApiRequest, Counter>,
     writes: Family<Write, Counter>,
     syncs: Family<Sync, Counter>,
     fences: Counter,
@@ -18,6 +19,11 @@ pub(crate) struct Metrics {
     pub(crate) grants: Gauge,
     pub(crate) attachments: Gauge,
     pub(crate) queue: Gauge,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ApiRequest {
+    verb: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -32,6 +38,11 @@ struct Sync {
 }
 
 impl Metrics {
+    /// Counts a request to the API server, also one that is a write and one that fails.
+    pub(crate) fn request(&self, verb: &'static str) {
+        self.requests.get_or_create(&ApiRequest { verb }).inc();
+    }
+
     /// Counts a write of an object.
     pub(crate) fn write(&self, object: &'static str) {
         self.writes.get_or_create(&Write { object }).inc();
@@ -53,6 +64,8 @@ impl Metrics {
     /// Returns `Internal` if a value cannot be formatted.
     pub(crate) fn text(&self) -> Result<String> {
         let mut registry = Registry::with_prefix("cleat_controller");
+        let requests = "Requests to the API server, by verb";
+        registry.register("api_requests", requests, self.requests.clone());
         let writes = "Writes to the API server, by object";
         registry.register("writes", writes, self.writes.clone());
         let syncs = "Objects that were looked at, by object and result";

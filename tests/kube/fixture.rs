@@ -86,6 +86,11 @@ impl Controller {
         self.sum("cleat_controller_writes_total{")
     }
 
+    /// Returns how many requests it has sent to the API server. The leader election sends one or two each 2 s.
+    pub(crate) fn requests(&self) -> u64 {
+        self.sum("cleat_controller_api_requests_total{")
+    }
+
     fn sum(&self, metric: &str) -> u64 {
         let text = get(self.port, "/metrics");
         let counts = text.lines().filter(|line| line.starts_with(metric));

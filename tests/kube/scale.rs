@@ -82,13 +82,19 @@ async fn attach_and_detach(world: &World, volumes: usize, nodes: usize) {
     #[expect(clippy::cast_precision_loss, reason = "counts are small")]
     let per_volume = |writes: u64| writes as f64 / volumes as f64;
     let (attaches, detaches) = (attached.writes - before.writes, detached.writes - idle.writes);
+    let requests = [&before, &attached, &idle, &detached].map(|usage| usage.requests);
     println!(
-        "figures: {volumes} volumes on {} nodes: attached in {:.1} s with {:.2} writes each, detached in {:.1} s with \
-         {:.2}, memory of the process {} -> {} MiB",
+        "figures: {volumes} volumes on {} nodes: attached in {:.1} s with {:.2} requests each, {:.2} of them writes; \
+         {} requests in {} s without a change; detached in {:.1} s with {:.2} requests, {:.2} of them writes; \
+         memory of the process {} -> {} MiB",
         nodes.len(),
         attach_time.as_secs_f64(),
+        per_volume(requests[1] - requests[0]),
         per_volume(attaches),
+        requests[2] - requests[1],
+        IDLE.as_secs(),
         detach_time.as_secs_f64(),
+        per_volume(requests[3] - requests[2]),
         per_volume(detaches),
         before.resident_mib,
         attached.resident_mib
@@ -138,6 +144,7 @@ async fn play_agents(world: &World) {
 
 /// What the controller has used.
 struct Usage {
+    requests: u64,
     writes: u64,
     resident_mib: u64,
 }
@@ -147,6 +154,10 @@ impl Usage {
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
         let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
         let kib: u64 = resident.trim().trim_end_matches(" kB").parse().unwrap();
-        Self { writes: controller.writes(), resident_mib: kib / 1024 }
+        Self {
+            requests: controller.requests(),
+            writes: controller.writes(),
+            resident_mib: kib / 1024,
+        }
     }
 }
