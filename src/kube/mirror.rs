@@ -2,6 +2,9 @@
 //!
 //! A write of the controller goes into the copy at once ([`Mirror::put`]), so that the next decision does not
 //! depend on how fast the watch is. Of two states of an object the one with the higher resourceVersion stays.
+//!
+//! Every event of the watch is a change of what the watch has shown before, also if the copy has that state already:
+//! the one who has read or written it may not know everything that depends on it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -24,6 +27,8 @@ pub(crate) struct Mirror<K: 'static> {
 #[derive(Debug)]
 struct State<K> {
     objects: HashMap<String, Arc<K>>,
+    /// What the watch has shown last.
+    shown: HashMap<String, Arc<K>>,
     /// For each index: the names of the objects by their key.
     indexed: Vec<BTreeMap<String, BTreeSet<String>>>,
     /// The objects of a list that is being read.
@@ -43,8 +48,8 @@ impl<K: ResourceExt + 'static> Mirror<K> {
     /// Makes a mirror of objects whose names differ. Those of several namespaces need `name`.
     pub(crate) fn new(name: fn(&K) -> String, indexes: &'static [Index<K>]) -> Self {
         let indexed = indexes.iter().map(|_| BTreeMap::new()).collect();
-        let objects = HashMap::new();
-        let state = State { objects, indexed, listed: None, complete: false };
+        let (objects, shown) = (HashMap::new(), HashMap::new());
+        let state = State { objects, shown, indexed, listed: None, complete: false };
         Self { name, indexes, state: Mutex::new(state) }
     }
 
@@ -78,7 +83,7 @@ impl<K: ResourceExt + 'static> Mirror<K> {
     /// Takes an object that the API server has returned for a write or a read.
     pub(crate) fn put(&self, object: K) -> Arc<K> {
         let object = Arc::new(object);
-        self.replace(Arc::clone(&object));
+        self.replace(&mut self.lock(), Arc::clone(&object));
         object
     }
 
@@ -99,15 +104,33 @@ impl<K: ResourceExt + 'static> Mirror<K> {
                 if let Some(listed) = &mut self.lock().listed {
                     listed.insert((self.name)(&object));
                 }
-                self.replace(Arc::new(object)).into_iter().collect()
+                self.show(Arc::new(object)).into_iter().collect()
             }
             Event::InitDone => self.end_list(),
-            Event::Apply(object) => self.replace(Arc::new(object)).into_iter().collect(),
+            Event::Apply(object) => self.show(Arc::new(object)).into_iter().collect(),
             Event::Delete(object) => {
-                let before = self.remove(&(self.name)(&object));
-                vec![Change { before: before.or(Some(Arc::new(object))), after: None }]
+                let name = (self.name)(&object);
+                let mut state = self.lock();
+                let shown = state.shown.remove(&name);
+                // Another object may have been made with the same name.
+                let is_same = state.objects.get(&name).is_some_and(|k| k.uid() == object.uid());
+                let known = if is_same { self.forget(&mut state, &name) } else { None };
+                let before = shown.or(known).unwrap_or_else(|| Arc::new(object));
+                vec![Change { before: Some(before), after: None }]
             }
         }
+    }
+
+    /// Takes a state that the watch shows. Returns `None` if it has shown this one, or a newer one.
+    fn show(&self, object: Arc<K>) -> Option<Change<K>> {
+        let mut state = self.lock();
+        let name = (self.name)(&object);
+        if state.shown.get(&name).is_some_and(|shown| !is_newer(&*object, &**shown)) {
+            return None;
+        }
+        self.replace(&mut state, Arc::clone(&object));
+        let before = state.shown.insert(name.clone(), object);
+        Some(Change { before, after: state.objects.get(&name).cloned() })
     }
 
     /// Removes what a complete list did not have.
@@ -115,31 +138,29 @@ impl<K: ResourceExt + 'static> Mirror<K> {
         let mut state = self.lock();
         state.complete = true;
         let listed = state.listed.take().unwrap_or_default();
-        let gone = state.objects.keys().filter(|name| !listed.contains(*name));
-        let gone: Vec<String> = gone.cloned().collect();
-        let removed = gone.iter().map(|name| self.forget(&mut state, name));
+        let known = state.objects.keys().chain(state.shown.keys());
+        let gone: BTreeSet<String> =
+            known.filter(|name| !listed.contains(*name)).cloned().collect();
+        let removed = gone.iter().map(|name| {
+            let known = self.forget(&mut state, name);
+            state.shown.remove(name).or(known)
+        });
         removed.map(|before| Change { before, after: None }).collect()
     }
 
-    /// Returns `None` if the present state is newer, or the same.
-    fn replace(&self, object: Arc<K>) -> Option<Change<K>> {
-        let mut state = self.lock();
+    /// Takes a state, unless the present one is newer or the same.
+    fn replace(&self, state: &mut State<K>, object: Arc<K>) {
         let name = (self.name)(&object);
-        let known = state.objects.get(&name);
-        let is_old = known.is_some_and(|known| {
-            known.uid() == object.uid() && revision(known.as_ref()) >= revision(object.as_ref())
-        });
-        if is_old {
-            return None;
+        if state.objects.get(&name).is_some_and(|known| !is_newer(&*object, &**known)) {
+            return;
         }
-        let before = self.forget(&mut state, &name);
+        self.forget(state, &name);
         for (index, key) in self.indexes.iter().enumerate() {
             for key in key(&object) {
                 state.indexed[index].entry(key).or_default().insert(name.clone());
             }
         }
-        state.objects.insert(name, Arc::clone(&object));
-        Some(Change { before, after: Some(object) })
+        state.objects.insert(name, object);
     }
 
     fn forget(&self, state: &mut State<K>, name: &str) -> Option<Arc<K>> {
@@ -162,6 +183,11 @@ impl<K: ResourceExt + 'static> Mirror<K> {
     fn lock(&self) -> MutexGuard<'_, State<K>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Returns whether a state is newer than another one, or one of another object with the same name.
+fn is_newer<K: ResourceExt>(object: &K, known: &K) -> bool {
+    known.uid() != object.uid() || revision(object) > revision(known)
 }
 
 /// The resourceVersion as a number. Kubernetes guarantees since 1.35 that the versions of one resource can be
@@ -193,10 +219,29 @@ mod tests {
     fn an_older_state_does_not_replace_a_newer_one() {
         let mirror = by_node();
         mirror.put(attachment("v", 10, "a"));
-        assert!(mirror.apply(Event::Apply(attachment("v", 9, "b"))).is_empty());
+        mirror.apply(Event::Apply(attachment("v", 9, "b")));
         assert_eq!(mirror.find(0, "a").len(), 1);
         assert_eq!(mirror.apply(Event::Apply(attachment("v", 11, "b"))).len(), 1);
         assert_eq!((mirror.find(0, "a").len(), mirror.find(0, "b").len()), (0, 1));
+    }
+
+    #[test]
+    fn a_state_that_was_read_before_the_watch_has_shown_it_is_a_change() {
+        let mirror = by_node();
+        mirror.apply(Event::Apply(attachment("v", 1, "a")));
+        mirror.put(attachment("v", 2, "b"));
+        let changes = mirror.apply(Event::Apply(attachment("v", 2, "b")));
+        let node = |known: &Option<Arc<VolumeAttachment>>| {
+            known.as_ref().map(|known| known.spec.node_name.clone())
+        };
+        assert_eq!(node(&changes[0].before).as_deref(), Some("a"));
+        assert_eq!(node(&changes[0].after).as_deref(), Some("b"));
+        assert!(mirror.apply(Event::Apply(attachment("v", 2, "b"))).is_empty());
+        // The same for an object that is known to be gone.
+        mirror.remove("v");
+        mirror.apply(Event::Init);
+        assert_eq!(mirror.apply(Event::InitDone).len(), 1);
+        assert!(mirror.apply(Event::InitDone).is_empty());
     }
 
     #[test]

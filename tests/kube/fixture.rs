@@ -42,6 +42,11 @@ pub(crate) fn run_on(plane: &'static ControlPlane, test: impl AsyncFnOnce(World)
     let name = std::thread::current().name().unwrap_or("test").to_owned();
     // Names of drivers have at most 63 characters and no `_`.
     let name = name.rsplit("::").next().unwrap_or_default().replace('_', "-");
+    if let Ok(filter) = std::env::var("CLEAT_TEST_LOG") {
+        let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+        // Another test may have set it.
+        let _ = log.try_init();
+    }
     let runtime = tokio::runtime::Runtime::new().unwrap();
     runtime.block_on(async {
         let client = plane.client().await;
