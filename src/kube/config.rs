@@ -3,13 +3,13 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use cleat_grants::policy::Policy;
 use kube::Client;
 
 use crate::call_server::CallServer;
 use crate::lease::Timing;
-use crate::remediation::Remediation;
 
 /// The settings of the controller.
 #[derive(Debug, Clone)]
@@ -41,6 +41,17 @@ pub struct Config {
     /// Called with the name of each step that the controller has made for a volume, before the next one. Tests end the
     /// process there.
     pub after_step: fn(&str),
+}
+
+/// The settings of node remediation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Remediation {
+    /// How long kubelet and agent must be silent.
+    pub timeout: Duration,
+    /// The maximum number of nodes that are lost at the same time.
+    pub limit: usize,
+    /// Whether it only says what it would do.
+    pub dry_run: bool,
 }
 
 impl Config {

@@ -49,7 +49,6 @@ mod volumes;
 
 pub use call_server::{CallAnswer, CallServer, Calls, Publish};
 pub use cleat_grants::policy::Policy;
-pub use config::Config;
+pub use config::{Config, Remediation};
 pub use controller::{run, run_until};
 pub use lease::Timing;
-pub use remediation::Remediation;

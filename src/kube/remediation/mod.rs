@@ -24,6 +24,7 @@ use tokio::time::Instant;
 
 use crate::api::message;
 use crate::cluster::Cluster;
+use crate::config::Remediation;
 use crate::heartbeat;
 use crate::nodes;
 use beats::{Beats, Silence};
@@ -34,17 +35,6 @@ const MAINTENANCE: &str = "cleat.csi.storage/maintenance";
 
 /// The time between two looks.
 const PERIOD: Duration = Duration::from_secs(1);
-
-/// The settings of node remediation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Remediation {
-    /// How long kubelet and agent must be silent.
-    pub timeout: Duration,
-    /// The maximum number of nodes that are lost at the same time.
-    pub limit: usize,
-    /// Whether it only says what it would do.
-    pub dry_run: bool,
-}
 
 /// Remediates until the future is dropped.
 pub(crate) async fn run(cluster: Arc<Cluster>, settings: Remediation) {
