@@ -22,6 +22,9 @@ const USER: &str = "default";
 pub(crate) const CLAIM: &str = "persistentvolumeclaim";
 pub(crate) const POD: &str = "pod";
 
+/// The image of csi-resizer, which the base does not have.
+pub(crate) const RESIZER: &str = "registry.k8s.io/sig-storage/csi-resizer:v2.3.0";
+
 /// The cluster that the tests share.
 pub(crate) struct Cluster {
     plane: ControlPlane,
@@ -31,10 +34,12 @@ pub(crate) struct Cluster {
 /// Runs a test on the cluster, which the first test starts. One test runs at a time, because some restart parts of the
 /// node. A test that fails shows the logs of the node.
 pub(crate) fn run(test: impl FnOnce(&Cluster)) {
-    static SHARED: OnceLock<Cluster> = OnceLock::new();
+    static SHARED: OnceLock<Option<Cluster>> = OnceLock::new();
     static TURN: Mutex<()> = Mutex::new(());
     let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    let cluster = SHARED.get_or_init(Cluster::start);
+    // The second test does not try again: each try takes minutes.
+    let start = || std::panic::catch_unwind(Cluster::start).ok();
+    let cluster = SHARED.get_or_init(start).as_ref().expect("the cluster has started");
     let began = Instant::now();
     let _logs = Logs(cluster);
     test(cluster);
@@ -78,6 +83,7 @@ impl Cluster {
         let machine = Machine::start(&plane, MACHINES[0], &sidecars());
         figure("kubelet is started");
         let cluster = Self { plane, machine };
+        let logs = Logs(&cluster);
         cluster.kubectl(&["apply", "-k", "deploy/base"]);
         cluster.until("node", MACHINES[0], "is Ready", |node| is_true(node, "Ready"));
         figure("the node is Ready");
@@ -85,12 +91,18 @@ impl Cluster {
             cluster.rolled_out(workload);
         }
         figure("the pods of cleat are ready");
+        drop(logs);
         cluster
     }
 
     /// Runs a command of bash on the node, and returns its output. The command must succeed.
     pub(crate) fn on_node(&self, command: &str) -> String {
         self.machine.run(command)
+    }
+
+    /// Runs a command of bash on the node, and returns its exit status and its output.
+    pub(crate) fn try_on_node(&self, command: &str) -> (i64, String) {
+        self.machine.try_run(command)
     }
 
     /// Runs kubectl as an administrator, and returns its output.
@@ -240,7 +252,7 @@ pub(crate) fn pod(name: &str, claim: &str) -> Value {
     })
 }
 
-/// Returns the images of the sidecars in the manifests, with the name of each sidecar.
+/// Returns the images of the sidecars in the manifests and in the tests, with the name of each sidecar.
 fn sidecars() -> Vec<(String, &'static str)> {
     let node = std::fs::read_to_string(project("deploy/base/node.yaml")).unwrap();
     let node: Value = serde_saphyr::from_str(&node).unwrap();
@@ -250,5 +262,5 @@ fn sidecars() -> Vec<(String, &'static str)> {
         let image = container.and_then(|found| found["image"].as_str());
         (image.unwrap_or_else(|| panic!("no image of {name}")).to_owned(), name)
     };
-    vec![image("csi-provisioner")]
+    vec![image("csi-provisioner"), (RESIZER.to_owned(), "csi-resizer")]
 }

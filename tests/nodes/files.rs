@@ -1,18 +1,21 @@
 //! Volumes in a directory of the node.
 
-use crate::cluster::{CLAIM, Cluster, POD, claim, pod, run, wait};
+use serde_json::{Value, json};
 
-/// Lists what volumes leave on a node: devices in use, mounts, directories of kubelet, files.
+use crate::cluster::{CLAIM, Cluster, POD, RESIZER, claim, pod, run, wait};
+
+/// Lists what volumes leave on a node: devices in use, mounts, directories of kubelet, files. kubelet itself never removes
+/// the two directories that have those of raw devices.
 const LEFT: &str = "
     cat /sys/block/nbd*/pid 2>/dev/null
     grep -E '^/dev/nbd|kubernetes.io~csi|/globalmount' /proc/mounts
-    find /var/lib/kubelet/plugins/kubernetes.io/csi -mindepth 2 2>/dev/null
+    find /var/lib/kubelet/plugins/kubernetes.io/csi -mindepth 2 2>/dev/null | grep -vE 'volumeDevices/(staging|publish)$'
     find /var/lib/kubelet/pods -path '*kubernetes.io~csi/*' 2>/dev/null
     find /var/lib/cleat/volumes -mindepth 1
     true";
 
 /// Waits until nothing is left of volumes, in the cluster and on the node.
-fn nothing_is_left(cluster: &Cluster) {
+pub(crate) fn nothing_is_left(cluster: &Cluster) {
     for kind in ["persistentvolume", "volumeattachment"] {
         wait(&format!("no {kind} is left"), || cluster.list(kind).is_empty().then_some(()));
     }
@@ -42,6 +45,143 @@ fn the_data_of_a_claim_outlives_its_pod_and_nothing_outlives_the_claim() {
         cluster.exec("reader", "md5sum -c /v/sum");
         cluster.delete(POD, "reader");
         cluster.delete(CLAIM, "data");
+        nothing_is_left(cluster);
+    });
+}
+
+/// A pod with the claims `files`, at /v and partly at /inner, and `raw`, at /dev/raw. The files are for reading only if
+/// that is wanted. The driver refuses it for a device that other pods could write.
+fn pod_of_every_kind(name: &str, is_read_only: bool) -> Value {
+    let mut pod = pod(name, "files");
+    pod["spec"]["securityContext"] = json!({ "fsGroup": 4711 });
+    let container = &mut pod["spec"]["containers"][0];
+    container["volumeMounts"] = json!([
+        { "name": "v", "mountPath": "/v" },
+        { "name": "v", "mountPath": "/inner", "subPath": "inner" },
+    ]);
+    container["volumeDevices"] = json!([{ "name": "raw", "devicePath": "/dev/raw" }]);
+    let files = json!({ "claimName": "files", "readOnly": is_read_only });
+    pod["spec"]["volumes"] = json!([
+        { "name": "v", "persistentVolumeClaim": files },
+        { "name": "raw", "persistentVolumeClaim": { "claimName": "raw" } },
+    ]);
+    pod
+}
+
+#[test]
+fn a_pod_has_a_group_a_part_of_a_volume_and_a_raw_device_and_another_one_reads_them() {
+    run(|cluster| {
+        cluster.apply(&claim("files", "Filesystem"));
+        cluster.apply(&claim("raw", "Block"));
+        cluster.start_pod(&pod_of_every_kind("writer", false));
+        assert_eq!(cluster.exec("writer", "stat -c %g /v").trim(), "4711");
+        cluster.exec("writer", "id > /inner/file && md5sum /v/inner/file > /v/sum");
+        let write = "dd if=/dev/urandom of=/dev/raw bs=1M count=4 conv=fsync";
+        cluster.exec("writer", write);
+        let sum = "dd if=/dev/raw bs=1M count=4 | md5sum | dd bs=32 count=1 2>/dev/null";
+        let last = |output: String| output.lines().last().map(str::to_owned);
+        let written = last(cluster.exec("writer", sum));
+        cluster.delete(POD, "writer");
+
+        cluster.start_pod(&pod_of_every_kind("reader", true));
+        cluster.exec("reader", "md5sum -c /v/sum");
+        assert_eq!(last(cluster.exec("reader", sum)), written);
+        for refused in [": > /v/new", ": > /inner/new"] {
+            let (status, output) = cluster.try_exec("reader", refused);
+            assert_ne!(status, 0, "{refused}: {output}");
+        }
+        cluster.delete(POD, "reader");
+        cluster.delete(CLAIM, "files");
+        cluster.delete(CLAIM, "raw");
+        nothing_is_left(cluster);
+    });
+}
+
+#[test]
+fn two_pods_of_a_node_share_a_volume_and_an_ephemeral_one_ends_with_its_pod() {
+    run(|cluster| {
+        cluster.apply(&claim("shared", "Filesystem"));
+        cluster.start_pod(&pod("one", "shared"));
+        cluster.start_pod(&pod("two", "shared"));
+        cluster.exec("one", "id > /v/file");
+        cluster.exec("two", "md5sum /v/file > /v/sum");
+        cluster.delete(POD, "one");
+        cluster.exec("two", "md5sum -c /v/sum && id > /v/other");
+
+        let mut own = pod("own", "");
+        let template = json!({ "spec": claim("", "Filesystem")["spec"] });
+        own["spec"]["volumes"] =
+            json!([{ "name": "v", "ephemeral": { "volumeClaimTemplate": template } }]);
+        cluster.start_pod(&own);
+        cluster.exec("own", "id > /v/file");
+        cluster.delete(POD, "own");
+        wait("the ephemeral volume is deleted", || {
+            (cluster.list("persistentvolume").len() == 1).then_some(())
+        });
+
+        cluster.exec("two", "md5sum -c /v/sum");
+        cluster.delete(POD, "two");
+        cluster.delete(CLAIM, "shared");
+        nothing_is_left(cluster);
+    });
+}
+
+/// Adds csi-resizer to the pod of the node. It works for a cluster of one node, because it has no mode for one of each
+/// node.
+fn start_resizer(cluster: &Cluster) {
+    let container = json!({
+        "name": "csi-resizer", "image": RESIZER, "args": ["--csi-address=/csi/csi.sock"],
+        "securityContext": { "runAsUser": 0 },
+        "volumeMounts": [{ "name": "socket", "mountPath": "/csi" }],
+    });
+    let patch = json!({ "spec": { "template": { "spec": { "containers": [container] } } } });
+    let set = ["patch", "daemonset/cleat-node", "-n", "cleat-system", "-p"];
+    cluster.kubectl(&[&set[..], &[&patch.to_string()]].concat());
+    cluster.apply(&json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
+        "metadata": { "name": "resizer" },
+        "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "cluster-admin" },
+        "subjects": [{ "kind": "ServiceAccount", "name": "cleat-node", "namespace": "cleat-system" }],
+    }));
+    cluster.apply(&json!({
+        "apiVersion": "storage.k8s.io/v1", "kind": "StorageClass",
+        "metadata": { "name": "growing" }, "provisioner": "cleat.csi.storage",
+        "volumeBindingMode": "WaitForFirstConsumer", "allowVolumeExpansion": true,
+        "parameters": { "directory": "default" },
+    }));
+    cluster.rolled_out("daemonset/cleat-node");
+}
+
+#[test]
+fn volumes_grow_while_a_pod_uses_them() {
+    run(|cluster| {
+        start_resizer(cluster);
+        for (name, mode) in [("files", "Filesystem"), ("raw", "Block")] {
+            let mut claim = claim(name, mode);
+            claim["spec"]["storageClassName"] = "growing".into();
+            cluster.apply(&claim);
+        }
+        cluster.start_pod(&pod_of_every_kind("grows", false));
+        cluster.exec("grows", "id > /v/file && md5sum /v/file > /v/sum");
+        for name in ["files", "raw"] {
+            let patch = json!({ "spec": { "resources": { "requests": { "storage": "96Mi" } } } });
+            cluster.kubectl(&["patch", CLAIM, name, "-n", "default", "-p", &patch.to_string()]);
+        }
+        for name in ["files", "raw"] {
+            cluster.until(CLAIM, name, "has grown", |claim| {
+                claim["status"]["capacity"]["storage"] == "96Mi"
+            });
+        }
+        let size = |text: String| text.split_whitespace().last().unwrap().parse::<u64>().unwrap();
+        let [block, blocks] =
+            ["%S", "%b"].map(|what| size(cluster.exec("grows", &format!("stat -f -c {what} /v"))));
+        assert!(block * blocks > 72 << 20, "{blocks} blocks of {block} bytes");
+        let last = "dd if=/dev/raw bs=1M skip=95 of=/v/last && stat -c %s /v/last";
+        assert_eq!(size(cluster.exec("grows", last)), 1 << 20);
+        cluster.exec("grows", "md5sum -c /v/sum");
+        cluster.delete(POD, "grows");
+        cluster.delete(CLAIM, "files");
+        cluster.delete(CLAIM, "raw");
         nothing_is_left(cluster);
     });
 }

@@ -13,3 +13,4 @@ mod cluster;
 mod files;
 mod machine;
 mod programs;
+mod restarts;
