@@ -26,7 +26,7 @@ const BACKOFF_S: u64 = 5;
 const OF_KUBERNETES: usize = 10;
 
 /// The same with the loop of cleat.
-const OF_CLEAT: usize = 2;
+const OF_CLEAT: usize = 1;
 
 /// The scene: a pod with a volume on a node.
 struct Replay<'a> {
