@@ -27,7 +27,7 @@ JOBS ?= 3
 TEST ?=
 EXACT = $(if $(TEST),--exact $(TEST))
 SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.sh \
-	scripts/control-plane.sh tests/nodes/guest/start tests/nodes/guest/service
+	scripts/control-plane.sh scripts/deploy-tools.sh tests/nodes/guest/start tests/nodes/guest/service
 
 .DEFAULT_GOAL := build
 .PHONY: help build release demo test unit tests vm-image comparison soak \
@@ -69,8 +69,9 @@ tests: deps-test ## Build all tests
 vm-image: deps-test ## Build the image of the virtual machines
 	tests/vm/build-image.sh
 
-control-plane: deps-test ## Build Kubernetes' control plane and the sidecars of CSI for the tests
+control-plane: deps-test ## Build Kubernetes' control plane, the sidecars of CSI and helm for the tests
 	scripts/control-plane.sh
+	scripts/deploy-tools.sh
 
 crates: deps-test ## Unit tests of the crates, rules of the code, fuzz targets on their corpora, CSI's messages
 	$(CARGO_TEST) --lib --bins --test tidy --test compatibility --test fuzz --test csi-wire
