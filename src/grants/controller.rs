@@ -31,6 +31,9 @@ pub struct View<'a> {
     /// The record at the storage, if it was read after this version of the grant was observed. An older record
     /// must not be passed: a claim could have been made between the two.
     pub record: Option<&'a Record>,
+    /// Whether the storage has answered that the volume does not exist, and nothing requests it. The record is the
+    /// default one then. A storage or a pool that cannot be reached is not an answer.
+    pub is_gone: bool,
 }
 
 /// A request for a volume: a VolumeAttachment, or an entry of the own attach/detach loop. It decides nothing.
@@ -230,12 +233,27 @@ impl VolumeFacts<'_> {
             let confirms = applies(Rule::RecordConfirmsTheSignal);
             return Ok(!confirms || !has_claim(self.record()?, holder));
         }
-        let is_silent = || holder.since.is_older_than(self.policy.release_timeout_s, self.now);
+        if self.is_gone(holder)? {
+            return Ok(true);
+        }
+        let is_silent = || self.has_had_time(holder);
         if !applies(Rule::SilenceIsNotProof) {
             return Ok(is_silent());
         }
         let is_gone = || self.fencing_reason(holder) == Some(FencingReason::LeaseStale);
         Ok(!applies(Rule::ClockProvesNothing) && is_silent() && is_gone())
+    }
+
+    /// Returns whether the volume of a lost node does not exist any more, so that nothing can be fenced. If it comes
+    /// back, for example from the trash, its record comes back too, and refuses every other node until the claims in it
+    /// are adopted and fenced.
+    fn is_gone(&self, holder: &Holder) -> Decision<bool> {
+        let is_lost = self.has_had_time(holder) && self.fencing_reason(holder).is_some();
+        Ok(is_lost && self.record().map(|_| self.view.is_gone)?)
+    }
+
+    fn has_had_time(&self, holder: &Holder) -> bool {
+        holder.since.is_older_than(self.policy.release_timeout_s, self.now)
     }
 
     /// Removes a holder that is free. Part of rule 7.
@@ -297,7 +315,7 @@ impl VolumeFacts<'_> {
     /// [`Rule::RevokeBeforeFence`]. A node that only is silent is not fenced: the policy must permit it.
     fn fence(&self, holder: &Holder) -> Decision<Option<Step>> {
         let may_fence = holder.revoked || !applies(Rule::RevokeBeforeFence);
-        let has_had_time = holder.since.is_older_than(self.policy.release_timeout_s, self.now);
+        let has_had_time = self.has_had_time(holder);
         let reason = self.fencing_reason(holder).filter(|_| may_fence && has_had_time);
         let Some(reason) = reason else { return Ok(None) };
         let record = self.record()?;

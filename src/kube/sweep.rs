@@ -3,14 +3,14 @@
 //! volume.
 //!
 //! A grant is removed only if all of this was read: no PersistentVolume has the volume, no VolumeAttachment asks for
-//! it, no node holds it, no fence waits for its node to clean up, and the storage has no claim of it or does not have
-//! it. The removal is conditional on the version of the grant from which this follows. The next generation of the
-//! volume is in the record at the storage, so a grant that is made anew later continues there.
+//! it, no node holds it, and either the storage does not have it, or it has no claim there and no fence waits for its
+//! node to clean up. The removal is conditional on the version of the grant from which this follows. The next
+//! generation of the volume is in the record at the storage, so a grant that is made anew later continues there.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use cleat_core::error::{ErrorKind, Result};
+use cleat_core::error::{Error, ErrorKind, Result};
 use kube::ResourceExt;
 use kube::api::{DeleteParams, Preconditions};
 
@@ -46,11 +46,15 @@ async fn sweep(cluster: &Cluster, grant: &VolumeGrant) -> Result<bool> {
         !cluster.volumes.mirror.find(0, &name).is_empty()
             || !cluster.attachments_of(&name).is_empty()
     };
-    let is_held = !grant.spec.holders.is_empty() || !grant.status.grant.fences.is_empty();
-    if is_held || grant.metadata.deletion_timestamp.is_some() || is_used() {
+    let is_fenced = !grant.status.grant.fences.is_empty();
+    if !grant.spec.holders.is_empty() || grant.metadata.deletion_timestamp.is_some() || is_used() {
         return Ok(false);
     }
-    if has_claims(cluster, grant).await? || is_used() {
+    let is_free = match claims(cluster, grant).await? {
+        Some(claims) => claims == 0 && !is_fenced,
+        None => true,
+    };
+    if !is_free || is_used() {
         return Ok(false);
     }
     let preconditions =
@@ -72,13 +76,18 @@ async fn sweep(cluster: &Cluster, grant: &VolumeGrant) -> Result<bool> {
     }
 }
 
-/// Returns whether a node has claimed the volume at its storage. A volume that does not exist has no claims.
-async fn has_claims(cluster: &Cluster, grant: &VolumeGrant) -> Result<bool> {
-    let Some(handle) = grant.volume() else { return Ok(true) };
-    let Backing::Granted(storage) = cluster.storage.find(handle)? else { return Ok(true) };
+/// Returns the number of nodes that have claimed the volume at its storage; `None` if it does not exist.
+///
+/// # Errors
+/// Returns an error if that cannot be found out.
+async fn claims(cluster: &Cluster, grant: &VolumeGrant) -> Result<Option<usize>> {
+    let unknown =
+        || Error::new(ErrorKind::InvalidArgument, "it is not known which volume it is of");
+    let handle = grant.volume().ok_or_else(unknown)?;
+    let Backing::Granted(storage) = cluster.storage.find(handle)? else { return Err(unknown()) };
     match storage::on_thread(&storage, handle, |storage, deadline| storage.record(deadline)).await {
-        Ok(record) => Ok(!record.claims.is_empty()),
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+        Ok(record) => Ok(Some(record.claims.len())),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error),
     }
 }

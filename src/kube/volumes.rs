@@ -34,16 +34,19 @@ const REQUEST_DELAY: Duration = Duration::from_millis(500);
 
 /// Decides about the volume of the grant `name` until it has to wait.
 pub(crate) async fn decide(cluster: &Cluster, name: &str) -> Result<Next> {
-    let mut record: Option<Record> = None;
+    // The inner one is `None` if the volume does not exist.
+    let mut read: Option<Option<Record>> = None;
     for _ in 0..MAX_STEPS {
         let Some(volume) = ObservedVolume::observe(cluster, name)? else { return Ok(Next::Done) };
         let stored = volume.grant.as_deref().map(VolumeGrant::stored);
         let (requests, nodes) = (&volume.requests, &volume.nodes);
-        let view = View { grant: stored.as_ref(), requests, nodes, record: record.as_ref() };
+        let (none, is_gone) = (Record::default(), matches!(read, Some(None)));
+        let record = read.as_ref().map(|known| known.as_ref().unwrap_or(&none));
+        let view = View { grant: stored.as_ref(), requests, nodes, record, is_gone };
         let now = api::now();
         match controller::decide(&view, &cluster.config.policy, now) {
             Step::Wait(waiting) => return volume.wait(&waiting, now).await,
-            Step::ReadRecord => record = Some(volume.read_record().await?),
+            Step::ReadRecord => read = Some(volume.read_record().await?),
             Step::WriteSpec { change: Change::Revoked(node, _, reason), .. }
                 if reason == RevocationReason::NotRequested
                     && volume.is_requested(&node).await? =>
@@ -54,7 +57,7 @@ pub(crate) async fn decide(cluster: &Cluster, name: &str) -> Result<Next> {
                 let name = step_name(&step);
                 volume.perform(step).await?;
                 (cluster.config.after_step)(name);
-                record = None;
+                read = None;
             }
         }
     }
@@ -245,15 +248,15 @@ impl<'a> ObservedVolume<'a> {
         Ok(object)
     }
 
-    /// Reads the record at the storage. A volume that does not exist any more has no claims; if it is requested, that is
-    /// an error.
-    async fn read_record(&self) -> Result<Record> {
+    /// Reads the record at the storage; `None` if the volume does not exist any more. If it is requested, that is an
+    /// error.
+    async fn read_record(&self) -> Result<Option<Record>> {
         match self.at_storage(|storage, deadline| storage.record(deadline)).await {
             Err(error) if error.kind() == ErrorKind::NotFound && self.requests.is_empty() => {
                 tracing::warn!(grant = self.name, "no claims: {}", api::message(&error));
-                Ok(Record::default())
+                Ok(None)
             }
-            other => other,
+            other => other.map(Some),
         }
     }
 

@@ -9,8 +9,10 @@ use cleat_backend::claimant::{Claimant, ProcessMark};
 use cleat_backend::{Image, OpenOptions};
 use cleat_core::error::{ErrorKind, Result};
 use cleat_csi::{VolumeId, image_uri};
-use cleat_grants::object::{Generation, Reason, Signal, Truth};
+use cleat_grants::object::{FenceEntry, Generation, GrantSpec, Reason, Signal, Time, Truth};
+use cleat_kube::grant::{VolumeGrant, grant_name};
 use cleat_kube::storage::{Backing, Storage};
+use kube::api::PostParams;
 use librbd::{Cluster, Config, NewImage};
 use serde_json::json;
 use std::time::{Duration, Instant};
@@ -142,6 +144,75 @@ fn row_31_an_image_that_was_deleted_is_detached() {
         world.detach(&second).await;
         world.gone(&second).await;
         world.gone(&attachment).await;
+        controller.stop().await;
+    });
+}
+
+#[test]
+fn row_31_an_image_that_was_deleted_is_taken_from_a_lost_node() {
+    run(async |world: World| {
+        let handle = &tokio::task::spawn_blocking(|| create("trashed")).await.unwrap();
+        let controller = world.controller();
+        let (a, b) = (world.node("a").await, world.node("b").await);
+        let volume = world.volume("v", handle).await;
+        let first = world.attach(&volume, &a).await;
+        let generation = world.attached(&first).await;
+        let claiming = (Signal::SafeToDetach, Truth::False, Reason::Claiming, generation);
+        world.report(handle, &a, &[claiming]).await;
+        drop(open(handle, &a, generation).unwrap());
+        shared().rbd(&["trash", "mv", &format!("{POOL}/trashed")]).unwrap();
+        // The node may be alive.
+        world.detach(&first).await;
+        world.revoked(handle, &a).await;
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        assert!(world.attachment(&first).await.is_some());
+        world.out_of_service(&a, true).await;
+        world.gone(&first).await;
+        let grant = world.grant(handle).await.unwrap().stored().grant;
+        assert!(grant.spec.holders.is_empty() && grant.status.fences.is_empty(), "{grant:?}");
+
+        // The image is restored: its record still closes the earlier generations.
+        let listed = shared().rbd(&["trash", "ls", POOL]).unwrap();
+        let listed = String::from_utf8(listed).unwrap();
+        let id = listed.lines().find_map(|line| line.strip_suffix(" trashed")).unwrap();
+        shared().rbd(&["trash", "restore", "--pool", POOL, id]).unwrap();
+        let second = world.attach(&volume, &b).await;
+        assert_eq!(world.attached(&second).await, generation.next());
+        drop(open(handle, &b, generation.next()).unwrap());
+        let Err(error) = open(handle, &a, generation) else { panic!("a stale generation claims") };
+        assert_eq!(error.kind(), ErrorKind::InUse, "{error}");
+        controller.stop().await;
+    });
+}
+
+#[test]
+fn row_38_a_fence_keeps_a_grant_only_as_long_as_the_image_exists() {
+    run(async |world: World| {
+        let kept = tokio::task::spawn_blocking(|| create("fenced-and-kept")).await.unwrap();
+        let deleted = format!("rbd/ceph/{POOL}//fenced-and-deleted");
+        let grants = world.all::<VolumeGrant>();
+        for handle in [&kept, &deleted] {
+            let fence = FenceEntry {
+                node: "lost".to_owned(),
+                generation: Generation(3),
+                client: None,
+                proof: String::new(),
+                time: Time(0),
+            };
+            let spec = GrantSpec { holders: Vec::new(), generation: Generation(3) };
+            let grant = VolumeGrant::new(&world.driver, handle, spec);
+            let mut grant = grants.create(&PostParams::default(), &grant).await.unwrap();
+            grant.status.grant.fences.push(fence);
+            let name = grant_name(&world.driver, handle);
+            grants.replace_status(&name, &PostParams::default(), &grant).await.unwrap();
+        }
+        let controller = world.controller();
+        eventually("the grant of the deleted image is removed", async || {
+            world.grant(&deleted).await.is_none().then_some(())
+        })
+        .await;
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert!(world.grant(&kept).await.is_some());
         controller.stop().await;
     });
 }

@@ -11,6 +11,7 @@ struct Fixture {
     requests: Vec<Request>,
     nodes: BTreeMap<String, NodeState>,
     record: Option<Record>,
+    is_gone: bool,
     policy: Policy,
 }
 
@@ -26,13 +27,15 @@ impl Fixture {
             requests: requested.iter().map(|node| request(node)).collect(),
             nodes: nodes.into(),
             record: None,
+            is_gone: false,
             policy: Policy::default(),
         }
     }
 
     fn step(&self) -> Step {
-        let Self { stored, requests, nodes, record, policy } = self;
-        decide(&View { grant: Some(stored), requests, nodes, record: record.as_ref() }, policy, NOW)
+        let Self { stored, requests, nodes, record, is_gone, policy } = self;
+        let (record, is_gone) = (record.as_ref(), *is_gone);
+        decide(&View { grant: Some(stored), requests, nodes, record, is_gone }, policy, NOW)
     }
 
     fn holder(&mut self) -> &mut Holder {
@@ -100,8 +103,13 @@ fn waits(node: &str, until: Until) -> Step {
 fn the_first_grant_is_created_above_the_record() {
     let fixture = Fixture::new(&["b"]);
     let record = Record { generation: Generation(8), ..Record::default() };
-    let view =
-        |record| View { grant: None, requests: &fixture.requests, nodes: &fixture.nodes, record };
+    let view = |record| View {
+        grant: None,
+        requests: &fixture.requests,
+        nodes: &fixture.nodes,
+        record,
+        is_gone: false,
+    };
     assert_eq!(decide(&view(None), &fixture.policy, NOW), Step::ReadRecord);
     let Step::Create(spec) = decide(&view(Some(&record)), &fixture.policy, NOW) else { panic!() };
     assert_eq!((spec.generation, spec.holders[0].generation), (Generation(9), Generation(9)));
@@ -192,6 +200,25 @@ fn remediation_revokes_what_is_still_requested() {
     fixture.node("a").lost = true;
     let reason = RevocationReason::NodeLost;
     assert_eq!(fixture.write_spec(), Change::Revoked("a".to_owned(), Generation(3), reason));
+}
+
+#[test]
+fn a_lost_node_is_free_of_a_volume_that_does_not_exist_any_more() {
+    let mut fixture = Fixture::new(&[]);
+    fixture.holder().revoked = true;
+    (fixture.record, fixture.is_gone) = (Some(Record::default()), true);
+    // A node that may be alive reports what is left there.
+    assert_eq!(fixture.step(), waits("a", Until::ReleasedOrLost));
+    fixture.node("a").out_of_service = true;
+    fixture.holder().since = NOW;
+    assert_eq!(fixture.step(), waits("a", Until::Released));
+    fixture.holder().since = Time(0);
+    fixture.record = None;
+    assert_eq!(fixture.step(), Step::ReadRecord);
+    (fixture.record, fixture.is_gone) = (Some(Record::default()), false);
+    assert!(matches!(fixture.step(), Step::Fence(..)));
+    fixture.is_gone = true;
+    assert_eq!(fixture.write_spec(), Change::Freed("a".to_owned(), Generation(3)));
 }
 
 #[test]
@@ -316,7 +343,7 @@ fn a_fence_that_a_restored_backup_has_lost_is_written_again() {
     // The object itself was lost.
     let record = Some(&sealed);
     let (requests, nodes) = (&fixture.requests, &fixture.nodes);
-    let view = View { grant: None, requests, nodes, record };
+    let view = View { grant: None, requests, nodes, record, is_gone: false };
     let Step::Create(spec) = decide(&view, &fixture.policy, NOW) else { panic!() };
     assert_eq!((spec.holders.len(), spec.generation), (0, Generation(3)));
 }
@@ -415,7 +442,7 @@ fn the_seal_of_another_node_or_without_a_client_delays_no_grant() {
         let Step::WriteSpec { change, .. } = fixture.step() else { panic!("{:?}", fixture.step()) };
         assert_eq!(change, Change::Granted("a".to_owned(), Generation(4)));
         let Fixture { requests, nodes, record, policy, .. } = &fixture;
-        let view = View { grant: None, requests, nodes, record: record.as_ref() };
+        let view = View { grant: None, requests, nodes, record: record.as_ref(), is_gone: false };
         let Step::Create(spec) = decide(&view, policy, NOW) else { panic!() };
         assert_eq!((spec.holders[0].node.as_str(), spec.generation), ("a", Generation(4)));
     }
@@ -487,7 +514,7 @@ fn only_a_node_that_exists_and_is_in_service_gets_the_volume() {
     let wait = Step::Wait(["c", "b"].map(|node| Waiting { node: node.to_owned(), until }).into());
     assert_eq!(fixture.step(), wait);
     let Fixture { requests, nodes, record, policy, .. } = &fixture;
-    let view = View { grant: None, requests, nodes, record: record.as_ref() };
+    let view = View { grant: None, requests, nodes, record: record.as_ref(), is_gone: false };
     assert_eq!(decide(&view, policy, NOW), wait);
     fixture.node("b").out_of_service = false;
     assert_eq!(fixture.write_spec(), Change::Granted("b".to_owned(), Generation(4)));

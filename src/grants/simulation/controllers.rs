@@ -62,7 +62,7 @@ impl Controller {
         let is_fresh = now_ms < self.record_read_ms + RECORD_MS;
         let record = self.record.as_ref().filter(|(read_for, _)| *read_for == version && is_fresh);
         let record = record.map(|(_, record)| record);
-        let view = View { grant, requests: &requests, nodes, record };
+        let view = View { grant, requests: &requests, nodes, record, is_gone: false };
         match decide(&view, policy, Time(now_ms / 1000)) {
             Step::Wait(_) | Step::RemoveFinalizer(_) => None,
             Step::ReadRecord => {
