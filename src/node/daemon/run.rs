@@ -16,12 +16,13 @@ use super::{Node, Parts, swap_guard};
 use crate::blocking;
 use crate::config::Config;
 use crate::credentials;
+use crate::directory::create_private;
 use crate::executor::Executor;
 use crate::journal::RealDisk;
 use crate::kernel_calls::{MAX_COMMANDS, MAX_URGENT, MAX_WAITS};
 use crate::record_directory;
 use crate::restart;
-use crate::workers::Processes;
+use crate::workers::{LogPipe, Processes, stderr_is_pipe};
 use cleat_backend::Registry;
 use cleat_backend::claimant::boot_id;
 use cleat_core::clock::SystemClock;
@@ -159,6 +160,7 @@ async fn start_with_retries(
 ) -> Result<Node> {
     let deadline = Instant::now() + timeout;
     let (directory, modprobe) = (config.runtime_dir.clone(), config.modprobe);
+    let log = worker_log(config)?;
     loop {
         let directory = directory.clone();
         let kernel = move || RealKernel::new(&directory).loading_module(modprobe);
@@ -167,6 +169,7 @@ async fn start_with_retries(
             kernel: Box::new(move || Arc::new(kernel())),
             launcher: Arc::new(
                 Processes::of_this_executable()
+                    .with_log(log.clone())
                     .in_cgroup(config.workers.cgroup.clone())
                     .with_users(config.workers.users, &config.runtime_dir)
                     .allow_missing(config.workers.allow_missing.clone()),
@@ -188,6 +191,15 @@ async fn start_with_retries(
             }
         }
     }
+}
+
+/// Returns the stderr of workers that outlive a container, whose own stderr they must not keep.
+fn worker_log(config: &Config) -> Result<Option<LogPipe>> {
+    if config.workers.cgroup.is_none() || !stderr_is_pipe() {
+        return Ok(None);
+    }
+    create_private(&config.runtime_dir)?;
+    LogPipe::open(&config.runtime_dir).map(Some)
 }
 
 /// Waits until the daemon is to stop, or to restart as the returned executable.

@@ -5,6 +5,7 @@
 //! needed.
 
 mod link;
+mod log_pipe;
 mod process;
 mod reader;
 mod refusing;
@@ -24,6 +25,7 @@ use crate::planner::WorkerId;
 use cleat_core::error::Result;
 use socket_owner::listener_of;
 
+pub use log_pipe::{LogPipe, stderr_is_pipe};
 pub use process::{Handle, Launcher, Process, Processes};
 pub use reader::WorkerEvent;
 pub use refusing::RefusingWorker;

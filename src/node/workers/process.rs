@@ -11,6 +11,7 @@ use nix::errno::Errno;
 use nix::sys::signal::Signal;
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 
+use super::log_pipe::LogPipe;
 use super::users::{User, UserRange, Users};
 use crate::planner::WorkerId;
 use cleat_core::error::{Error, Result};
@@ -88,6 +89,7 @@ pub struct Processes {
     name: OsString,
     environment: Vec<(OsString, OsString)>,
     cgroup: Option<PathBuf>,
+    log: Option<LogPipe>,
     users: Option<Users>,
     allow_missing: Vec<String>,
 }
@@ -105,6 +107,7 @@ impl Processes {
             executable,
             environment: Vec::new(),
             cgroup: None,
+            log: None,
             users: None,
             allow_missing: Vec::new(),
         }
@@ -131,6 +134,13 @@ impl Processes {
     #[must_use]
     pub fn allow_missing(mut self, layers: Vec<String>) -> Self {
         self.allow_missing = layers;
+        self
+    }
+
+    /// Gives workers this pipe as stderr, instead of the stderr of this process.
+    #[must_use]
+    pub fn with_log(mut self, log: Option<LogPipe>) -> Self {
+        self.log = log;
         self
     }
 
@@ -164,7 +174,9 @@ impl Launcher for Processes {
             }
         }
         command.envs(self.environment.iter().cloned());
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::inherit());
+        let log = self.log.as_ref().map(LogPipe::writer).transpose().map_err(failed)?;
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        command.stderr(log.map_or_else(Stdio::inherit, Stdio::from));
         let (lock, own) = user.map(|User { lock, own, .. }| (lock, own)).unzip();
         let child = spawn_with_channel(&mut command, &channel, CHANNEL_FD, lock.as_ref());
         let child = child.map_err(failed)?;
