@@ -98,3 +98,17 @@ fn kubelet_and_containerd_restart_under_a_pod() {
         load.end();
     });
 }
+
+#[test]
+fn the_pod_of_the_daemon_is_replaced_under_load() {
+    run(|cluster| {
+        let load = Load::start(cluster, "replaced");
+        cluster.kubectl(&["rollout", "restart", "daemonset/cleat-node", "-n", "cleat-system"]);
+        cluster.rolled_out("daemonset/cleat-node");
+        load.goes_on();
+        // The new pod is registered with kubelet, and serves another pod.
+        cluster.start_pod(&pod("second", "replaced"));
+        cluster.delete(POD, "second");
+        load.end();
+    });
+}
