@@ -35,6 +35,16 @@ pub fn node_programs() -> PathBuf {
     run(Command::new("scripts/control-plane.sh").arg("node"))
 }
 
+/// Builds helm and kustomize as [`build`] does, and returns the directory that has the executables. The make target
+/// `control-plane` builds the same ones.
+///
+/// # Panics
+///
+/// As [`build`].
+pub fn deploy_tools() -> PathBuf {
+    run(&mut Command::new("scripts/deploy-tools.sh"))
+}
+
 /// Returns the directory with the files of `module`, which the module in `directory` requires. `directory` is relative to
 /// the project's root.
 ///

@@ -41,7 +41,7 @@ impl ControlPlane {
     /// Returns the control plane, which the first caller starts.
     pub(crate) fn get() -> &'static Self {
         static SHARED: OnceLock<ControlPlane> = OnceLock::new();
-        SHARED.get_or_init(|| Self::start("control-plane", Purpose::Objects))
+        SHARED.get_or_init(|| Self::start("control-plane", Purpose::Objects).with_cleat())
     }
 
     /// Returns a second control plane, on whose objects kube-controller-manager and kube-scheduler work. The first
@@ -49,10 +49,16 @@ impl ControlPlane {
     pub(crate) fn managed() -> &'static Self {
         static SHARED: OnceLock<ControlPlane> = OnceLock::new();
         SHARED.get_or_init(|| {
-            let mut plane = Self::start("managed", Purpose::Managed);
+            let mut plane = Self::start("managed", Purpose::Managed).with_cleat();
             plane.parts.start_managers(Purpose::Managed);
             plane
         })
+    }
+
+    /// Returns a control plane on which nothing of cleat is installed. The first caller starts it.
+    pub(crate) fn empty() -> &'static Self {
+        static SHARED: OnceLock<ControlPlane> = OnceLock::new();
+        SHARED.get_or_init(|| Self::start("empty", Purpose::Objects))
     }
 
     pub(crate) fn kubeconfig(&self) -> PathBuf {
@@ -93,7 +99,6 @@ impl ControlPlane {
         let audited = controller_user(AUDITED);
         let parts = parts::ControlPlane::start(name, purpose, &audited, &writers, is_ready);
         let plane = Self { parts, in_use: RwLock::default(), of_loop: OnceCell::new() };
-        plane.install();
         println!("figures: {name} ready in {:.1} s", started.elapsed().as_secs_f64());
         plane
     }
@@ -104,7 +109,7 @@ impl ControlPlane {
     }
 
     /// Installs what the tests need that play Kubernetes: the custom resource definition and the rights.
-    fn install(&self) {
+    fn with_cleat(self) -> Self {
         let runtime = tokio::runtime::Runtime::new().unwrap();
         runtime.block_on(async {
             let client = self.client().await;
@@ -112,6 +117,7 @@ impl ControlPlane {
             apply_rights(&client).await;
             self.make_controller_kubeconfig(NAMESPACE, "controller").await;
         });
+        self
     }
 
     /// Returns the path of a kubeconfig with the rights of the agent on `node`: the token of a pod there.

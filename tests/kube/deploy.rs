@@ -1,6 +1,7 @@
 //! The objects in `deploy/` on a real API server.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use cleat_node::config::{Config, Listen};
 use serde_json::{Value, json};
@@ -10,12 +11,13 @@ use crate::fixture::{World, run};
 
 const BASE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/base");
 
-/// The kinds in `deploy/base` that are not in a namespace.
-const CLUSTER_KINDS: [&str; 8] = [
+/// The kinds in `deploy/` that are not in a namespace.
+const CLUSTER_KINDS: [&str; 9] = [
     "Namespace",
     "CustomResourceDefinition",
     "CSIDriver",
     "StorageClass",
+    "VolumeSnapshotClass",
     "ClusterRole",
     "ClusterRoleBinding",
     "ValidatingAdmissionPolicy",
@@ -31,37 +33,28 @@ pub(crate) fn documents(path: &Path) -> Vec<Value> {
     serde_saphyr::from_multiple(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// Returns the objects of `deploy/base` as `kubectl kustomize` prints them: its kustomization has resources and
-/// a generated ConfigMap.
-pub(crate) fn objects() -> Vec<Value> {
-    let base = Path::new(BASE);
-    let [kustomization] = &documents(&base.join("kustomization.yaml"))[..] else {
-        panic!("one kustomization");
-    };
-    let resources = kustomization["resources"].as_array().unwrap();
-    for file in resources {
-        // kubectl refuses a file outside the directory of the kustomization.
-        assert!(!file.as_str().unwrap().contains('/'), "{file}");
-    }
-    let mut objects: Vec<Value> =
-        resources.iter().flat_map(|file| documents(&base.join(file.as_str().unwrap()))).collect();
-    for map in kustomization["configMapGenerator"].as_array().unwrap() {
-        let files = map["files"].as_array().unwrap().iter().map(|file| file.as_str().unwrap());
-        let data: serde_json::Map<String, Value> = files
-            .map(|file| (file.to_owned(), json!(std::fs::read_to_string(base.join(file)).unwrap())))
-            .collect();
-        objects.push(json!({
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": { "name": map["name"], "namespace": map["namespace"] },
-            "data": data,
-        }));
-    }
+/// Returns the path of helm or kustomize.
+pub(crate) fn tool(name: &str) -> PathBuf {
+    test_kit::go::deploy_tools().join(name)
+}
+
+/// Returns the objects of a kustomization in `deploy/`, as `kubectl kustomize` prints them.
+pub(crate) fn build(directory: &str) -> Vec<Value> {
+    let path = Path::new(BASE).parent().unwrap().join(directory);
+    let output = Command::new(tool("kustomize")).arg("build").arg(path).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let objects: Vec<Value> =
+        serde_saphyr::from_multiple(str::from_utf8(&output.stdout).unwrap()).unwrap();
     for object in &objects {
         let is_of_cluster = CLUSTER_KINDS.contains(&object["kind"].as_str().unwrap());
         assert_eq!(object["metadata"]["namespace"].is_null(), is_of_cluster, "{object}");
     }
     objects
+}
+
+/// Returns the objects of `deploy/base`.
+pub(crate) fn objects() -> Vec<Value> {
+    build("base")
 }
 
 #[test]
@@ -93,9 +86,15 @@ fn the_api_server_accepts_every_object_and_an_unchanged_one_is_not_written_again
 
 #[test]
 fn each_object_exists_once_and_so_does_each_name_that_one_refers_to() {
-    let objects = objects();
+    for directory in ["base", "overlays/rbd", "overlays/remediation"] {
+        check_references(&build(directory));
+    }
+}
+
+/// Checks that each object exists once, and so does each name that one refers to.
+pub(crate) fn check_references(objects: &[Value]) {
     let mut known = std::collections::BTreeSet::new();
-    for object in &objects {
+    for object in objects {
         let metadata = &object["metadata"];
         let names = [&object["kind"], &metadata["namespace"], &metadata["name"]];
         assert!(known.insert(names.map(Value::to_string)), "there are two of {names:?}");
@@ -159,8 +158,11 @@ fn the_configuration_is_valid_and_fits_the_pod() {
 }
 
 /// Returns the pod of the controller.
-fn controller(objects: &[Value]) -> Value {
-    let deployment = objects.iter().find(|object| object["kind"] == "Deployment").unwrap();
+pub(crate) fn controller(objects: &[Value]) -> Value {
+    let is_meant = |object: &&Value| {
+        object["kind"] == "Deployment" && object["metadata"]["name"] == "cleat-controller"
+    };
+    let deployment = objects.iter().find(is_meant).unwrap();
     assert_eq!(deployment["spec"]["replicas"], 2);
     deployment["spec"]["template"]["spec"].clone()
 }
@@ -192,14 +194,17 @@ fn the_nodes_use_grants_and_the_controller_gives_them() {
     }
 }
 
-/// The program accepts the arguments, and the probes ask the address that it serves.
 #[test]
 fn the_controller_starts_with_its_arguments() {
-    let pod = controller(&objects());
+    check_arguments(&controller(&objects()));
+}
+
+/// Checks that the program accepts the arguments, and that the probes ask the address that it serves.
+pub(crate) fn check_arguments(pod: &Value) {
     let container = &pod["containers"][0];
     let arguments = container["args"].as_array().unwrap();
     let arguments: Vec<&str> = arguments.iter().map(|text| text.as_str().unwrap()).collect();
-    let mut command = std::process::Command::new(test_kit::binary::cleat());
+    let mut command = Command::new(test_kit::binary::cleat());
     let output = command.args(&arguments).arg("--print-crd").output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let port = &container["ports"][0];

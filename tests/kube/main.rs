@@ -16,6 +16,7 @@ mod agent;
 mod attach;
 mod attach_detach;
 mod calls;
+mod chart;
 mod cluster;
 mod control_plane;
 mod controller_rights;

@@ -188,7 +188,7 @@ impl Installed {
 }
 
 /// Returns the custom resource definitions of snapshots, from the module of external-snapshotter.
-fn snapshot_definitions() -> Vec<Value> {
+pub(crate) fn snapshot_definitions() -> Vec<Value> {
     let module = "github.com/kubernetes-csi/external-snapshotter/client/v8";
     let directory = test_kit::go::module("tests/kube/control-plane", module).join("config/crd");
     let files = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());

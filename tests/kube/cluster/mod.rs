@@ -6,7 +6,7 @@ mod agents;
 mod attach_detach;
 mod attacher;
 mod forced;
-mod installed;
+pub(crate) mod installed;
 pub(crate) mod objects;
 mod pods;
 mod provision;

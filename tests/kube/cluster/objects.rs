@@ -56,12 +56,34 @@ fn api(client: &Client, types: &TypeMeta, namespace: Option<&str>) -> Api<Dynami
 
 /// Applies an object as `kubectl apply --server-side --validate=strict` does.
 pub(crate) async fn apply(client: &Client, object: &Value) -> Result<DynamicObject, Error> {
+    apply_with(client, object, PatchParams::apply("test")).await
+}
+
+/// As [`apply`] with `--dry-run=server`: nothing is stored.
+pub(crate) async fn check(client: &Client, object: &Value) -> Result<DynamicObject, Error> {
+    apply_with(client, object, PatchParams::apply("test").dry_run()).await
+}
+
+async fn apply_with(
+    client: &Client,
+    object: &Value,
+    parameters: PatchParams,
+) -> Result<DynamicObject, Error> {
     let object: DynamicObject = serde_json::from_value(object.clone()).unwrap();
-    let api = api(client, object.types.as_ref().unwrap(), object.metadata.namespace.as_deref());
-    let name = object.metadata.name.clone().unwrap();
-    let mut parameters = PatchParams::apply("test").force();
+    let mut parameters = parameters.force();
     parameters.field_validation = Some(ValidationDirective::Strict);
-    api.patch(&name, &parameters, &Patch::Apply(&object)).await
+    let name = object.metadata.name.clone().unwrap();
+    api_of(client, &object).patch(&name, &parameters, &Patch::Apply(&object)).await
+}
+
+/// Reads the object with the kind and the name of `object`.
+pub(crate) async fn find(client: &Client, object: &Value) -> Option<DynamicObject> {
+    let object: DynamicObject = serde_json::from_value(object.clone()).unwrap();
+    api_of(client, &object).get_opt(&object.metadata.name.clone().unwrap()).await.unwrap()
+}
+
+fn api_of(client: &Client, object: &DynamicObject) -> Api<DynamicObject> {
+    api(client, object.types.as_ref().unwrap(), object.metadata.namespace.as_deref())
 }
 
 /// The objects of a control plane, for an administrator.

@@ -1,0 +1,309 @@
+//! The Helm chart in `deploy/helm`: compared with the kustomizations and with what the program prints, and on a real API
+//! server.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
+
+use cleat_kube::crd;
+use cleat_kube::grant::VolumeGrant;
+use cleat_kube::rights::{self, Extra};
+use cleat_node::config::{Config, Listen};
+use k8s_openapi::api::core::v1::PersistentVolume;
+use kube::ResourceExt;
+use kube::api::PostParams;
+use serde_json::{Value, json};
+
+use crate::cluster::installed::{DRIVER, snapshot_definitions};
+use crate::cluster::objects::{apply, check, find};
+use crate::control_plane::{ControlPlane, NAMESPACE};
+use crate::deploy::{build, check_arguments, check_references, controller, documents, tool};
+use crate::fixture::{World, finalizer, run_on};
+
+const CHART: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/helm/cleat");
+
+/// The values that give the objects of `deploy/overlays/rbd`.
+const RBD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/helm/cleat/values-rbd.yaml");
+
+/// Runs helm, and returns what it prints, or its errors. Its files are in `home`.
+fn helm(home: &Path, arguments: &[&str]) -> Result<String, String> {
+    let mut command = Command::new(tool("helm"));
+    command.args(["--namespace", NAMESPACE]).args(arguments).env("HOME", home);
+    command.env("KUBECONFIG", home.join("kubeconfig"));
+    for name in ["HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"] {
+        command.env(name, home.join("helm"));
+    }
+    let output = command.output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    if output.status.success() { Ok(text(output.stdout)) } else { Err(text(output.stderr)) }
+}
+
+/// Renders the chart with the Namespace.
+fn render(arguments: &[&str]) -> Result<Vec<Value>, String> {
+    let home = tempfile::tempdir().unwrap();
+    let template = ["template", "cleat", CHART, "--set", "namespace.create=true"];
+    let text = helm(home.path(), &[&template, arguments].concat())?;
+    let objects: Vec<Value> = serde_saphyr::from_multiple(&text).unwrap();
+    Ok(objects.into_iter().filter(|object| !object.is_null()).collect())
+}
+
+/// Returns objects by kind, namespace and name.
+fn by_name(objects: Vec<Value>) -> BTreeMap<String, Value> {
+    let mut all = BTreeMap::new();
+    for object in objects {
+        let metadata = &object["metadata"];
+        let name = format!("{} {} {}", object["kind"], metadata["namespace"], metadata["name"]);
+        assert!(all.insert(name.clone(), object).is_none(), "there are two of {name}");
+    }
+    all
+}
+
+/// Removes the suffix that kustomize adds to the names of the objects that it generates.
+fn without_suffixes(objects: &[Value]) -> Vec<Value> {
+    let mut text = Value::from(objects).to_string();
+    let is_generated =
+        |object: &&Value| ["ConfigMap", "Secret"].map(Value::from).contains(&object["kind"]);
+    for object in objects.iter().filter(is_generated) {
+        let name = object["metadata"]["name"].as_str().unwrap();
+        text = text.replace(name, name.rsplit_once('-').unwrap().0);
+    }
+    serde_json::from_str(&text).unwrap()
+}
+
+/// Removes what only the chart has: the CRD is kept, and a hash in the pods of the nodes stands for kustomize's suffix.
+fn without_annotations(objects: &mut [Value]) {
+    for object in objects {
+        let (metadata, annotation) = match object["kind"].as_str().unwrap() {
+            "CustomResourceDefinition" => (&mut object["metadata"], "helm.sh/resource-policy"),
+            "DaemonSet" => {
+                (&mut object["spec"]["template"]["metadata"], "cleat.csi.storage/config")
+            }
+            _ => continue,
+        };
+        let annotations = metadata.as_object_mut().unwrap().remove("annotations").unwrap();
+        let names: Vec<&String> = annotations.as_object().unwrap().keys().collect();
+        assert_eq!(names, [annotation]);
+    }
+}
+
+/// Removes the configuration from its ConfigMap, and returns it as the daemon reads it.
+fn take_config(objects: &mut BTreeMap<String, Value>) -> Config {
+    let map = objects.values_mut().find(|object| object["kind"] == "ConfigMap").unwrap();
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), map["data"]["cleat.toml"].take().as_str().unwrap()).unwrap();
+    Config::load(Some(file.path())).unwrap()
+}
+
+fn check_equal(mut chart: Vec<Value>, kustomization: &[Value]) {
+    without_annotations(&mut chart);
+    let mut kustomization = without_suffixes(kustomization);
+    // The values of a release are no place for keys.
+    kustomization.retain(|object| object["kind"] != "Secret");
+    let (mut chart, mut kustomization) = (by_name(chart), by_name(kustomization));
+    assert_eq!(take_config(&mut chart), take_config(&mut kustomization));
+    assert_eq!(chart.keys().collect::<Vec<_>>(), kustomization.keys().collect::<Vec<_>>());
+    for (name, object) in &kustomization {
+        assert_eq!(&chart[name], object, "{name}: left is the chart, right the kustomization");
+    }
+}
+
+#[test]
+fn chart_and_kustomizations_have_the_same_objects() {
+    check_equal(render(&[]).unwrap(), &build("base"));
+    check_equal(render(&["--values", RBD]).unwrap(), &build("overlays/rbd"));
+    let remediation = render(&["--set", "remediation.enabled=true"]).unwrap();
+    check_equal(remediation, &build("overlays/remediation"));
+}
+
+#[test]
+fn the_chart_has_what_the_program_prints() {
+    let read = |name: &str| std::fs::read_to_string(Path::new(CHART).join(name)).unwrap();
+    let repair = "run: cleat controller --print-crd > deploy/helm/cleat/files/volumegrants.yaml";
+    assert!(read("files/volumegrants.yaml") == crd::yaml(), "{repair}");
+    let printed = rights::yaml("{{ .Release.Namespace }}", Extra::default());
+    let repair = "run: cleat controller --print-rights '{{ .Release.Namespace }}' > deploy/helm/cleat/templates/rights.yaml";
+    assert!(read("templates/rights.yaml") == printed, "{repair}");
+
+    let usual = by_name(render(&[]).unwrap());
+    for (value, printed) in [
+        ("controller.attachDetach=true", rights::attach_detach(NAMESPACE).to_vec()),
+        ("remediation.enabled=true", rights::remediation(NAMESPACE)),
+    ] {
+        let mut objects = by_name(render(&["--set", value]).unwrap());
+        objects.retain(|name, _| !usual.contains_key(name));
+        assert_eq!(objects, by_name(printed), "{value}");
+    }
+}
+
+#[test]
+fn wrong_values_are_refused_with_the_place_and_the_cause() {
+    for (values, message) in [
+        ("nodes=1", "at '': additional properties 'nodes' not allowed"),
+        ("controller.replica=3", "at '/controller': additional properties 'replica' not allowed"),
+        ("controller.replicas=0", "at '/controller/replicas': minimum: got 0, want 1"),
+        ("controller.replicas=many", "at '/controller/replicas': got string, want integer"),
+        ("node.config.csi.grants=false", "at '/node/config/csi': additional properties 'grants'"),
+        ("directories.fast=mnt", "at '/directories/fast': 'mnt' does not match pattern"),
+        ("grants=false,controller.attachDetach=true", "needs a controller: set grants=true"),
+        ("grants=false,remediation.enabled=true", "needs a controller: set grants=true"),
+        (
+            "controller.replicas=1,controller.podDisruptionBudget.enabled=true",
+            "set controller.replicas=2",
+        ),
+    ] {
+        let refused = render(&["--set", values]).unwrap_err();
+        assert!(refused.contains(message), "{values}: {refused}");
+    }
+    // The controller has a role for events there.
+    let refused = render(&["--namespace", "default"]).unwrap_err();
+    assert!(refused.contains("--namespace cleat-system"), "{refused}");
+    let home = tempfile::tempdir().unwrap();
+    let report = helm(home.path(), &["lint", "--strict", CHART, "--values", RBD]).unwrap();
+    assert!(report.contains("0 chart(s) failed"), "{report}");
+}
+
+/// Checks that each value that the schema permits is in `values.yaml`, with its default.
+fn check_defaults(schema: &Value, values: &Value, path: &str) {
+    for (name, part) in schema["properties"].as_object().into_iter().flatten() {
+        let path = format!("{path}.{name}");
+        // Helm gives global values to all charts, and the daemon has its own defaults.
+        if ![".global", ".node.config"].contains(&&*path) {
+            assert!(!values[name].is_null(), "values.yaml has no {path}");
+            check_defaults(part, &values[name], &path);
+        }
+    }
+}
+
+#[test]
+fn each_value_of_the_schema_has_a_default() {
+    let schema = std::fs::read(Path::new(CHART).join("values.schema.json")).unwrap();
+    let values = documents(&Path::new(CHART).join("values.yaml"));
+    check_defaults(&serde_json::from_slice(&schema).unwrap(), &values[0], "");
+}
+
+/// Values that differ from the defaults, in all parts of the chart.
+fn all_values() -> Value {
+    let toleration = json!({ "key": "dedicated", "operator": "Exists" });
+    json!({
+        "image": { "repository": "registry.test/cleat", "tag": "1.2.3", "pullPolicy": "Always" },
+        "imagePullSecrets": ["registry"],
+        "kubeletDirectory": "/data/kubelet",
+        "directories": { "fast": "/mnt/fast" },
+        "ceph": { "secretName": "ceph" },
+        "storageClasses": {
+            "cleat-local": null,
+            "fast": { "parameters": { "directory": "fast" }, "isDefault": true, "reclaimPolicy": "Retain",
+                      "mountOptions": ["noatime"] },
+        },
+        "volumeSnapshotClasses": { "cleat": { "deletionPolicy": "Retain", "parameters": { "a": "b" } } },
+        "controller": {
+            "attachDetach": true, "logLevel": "debug", "extraArgs": ["--release-timeout=60"], "port": 9000,
+            "tolerations": [toleration], "podDisruptionBudget": { "enabled": true },
+            "networkPolicy": { "enabled": true },
+        },
+        "node": {
+            "logLevel": "debug", "metricsPort": 9001, "maxUnavailable": "10%", "priorityClassName": "",
+            "config": { "map": { "connections": 2 }, "limits": { "mappings": 65_536 } },
+        },
+        "remediation": { "enabled": true, "timeout": 20, "limit": 3, "dryRun": true },
+        "provisioner": { "extraArgs": ["--v=5"] },
+        "snapshotter": { "enabled": true },
+        "images": { "enabled": true, "replicas": 3, "tolerations": [toleration] },
+    })
+}
+
+/// Renders the chart with [`all_values`], and checks that its parts fit.
+fn render_all() -> Vec<Value> {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), all_values().to_string()).unwrap();
+    let objects = render(&["--values", file.path().to_str().unwrap()]).unwrap();
+    check_references(&objects);
+    check_arguments(&controller(&objects));
+    let set = objects.iter().find(|object| object["kind"] == "DaemonSet").unwrap();
+    let pod = &set["spec"]["template"]["spec"];
+    let init = json!(["mkdir", "-p", "/mnt/fast", "/var/lib/cleat/volumes"]);
+    assert_eq!(pod["initContainers"][0]["command"], init);
+    assert_eq!(pod["containers"][0]["image"], "registry.test/cleat:1.2.3");
+    let text = pod.to_string();
+    for path in ["/data/kubelet", "/data/kubelet/plugins/cleat.csi.storage", "/mnt/fast"] {
+        assert!(text.contains(&format!("\"path\":\"{path}\"")), "{path} in {text}");
+    }
+    assert_eq!(pod["containers"][0]["livenessProbe"]["httpGet"]["port"], 9001);
+    let config = take_config(&mut by_name(objects.clone()));
+    assert_eq!(config.metrics.listen, Listen::Tcp("127.0.0.1:9001".parse().unwrap()));
+    assert_eq!(config.csi.socket(), Path::new("/data/kubelet/plugins/cleat.csi.storage/csi.sock"));
+    assert_eq!(config.csi.directories["fast"], Path::new("/mnt/fast"));
+    assert_eq!((config.log.level.as_str(), config.map.connections), ("debug", 2));
+    assert_eq!(config.limits.mappings, 65_536);
+    objects
+}
+
+/// Without grants, the claims of images protect them: there is no controller, and nothing is attached.
+#[test]
+fn without_grants_there_is_no_controller() {
+    let objects = render(&["--set", "grants=false"]).unwrap();
+    assert!(objects.iter().all(|object| object["kind"] != "Deployment"));
+    let driver = objects.iter().find(|object| object["kind"] == "CSIDriver").unwrap();
+    assert_eq!(driver["spec"]["attachRequired"], false);
+    assert!(!take_config(&mut by_name(objects)).csi.grants);
+}
+
+/// Creates a grant, and a PersistentVolume that a controller has attached.
+async fn use_a_volume(world: &World) -> (String, String) {
+    let grant = VolumeGrant::new(DRIVER, "shared/v", Default::default());
+    let grants = world.all::<VolumeGrant>();
+    let grant = grants.create(&PostParams::default(), &grant).await.unwrap().name_any();
+    let volume = json!({
+        "metadata": { "name": "used", "finalizers": [finalizer(DRIVER)] },
+        "spec": world.spec("shared/v"),
+    });
+    let volumes = world.all::<PersistentVolume>();
+    let volume = serde_json::from_value(volume).unwrap();
+    let volume = volumes.create(&PostParams::default(), &volume).await.unwrap().name_any();
+    (grant, volume)
+}
+
+#[test]
+fn a_release_is_installed_changed_and_removed_and_the_grants_stay() {
+    run_on(ControlPlane::empty(), async |world: World| {
+        let home = world.plane.directory();
+        let usual = render(&[]).unwrap();
+        let namespace = usual.iter().find(|object| object["kind"] == "Namespace").unwrap();
+        for object in snapshot_definitions().iter().chain([namespace]) {
+            apply(&world.client, object).await.unwrap();
+        }
+        let overlays = ["overlays/rbd", "overlays/remediation"].map(build).concat();
+        for object in render_all().iter().chain(&overlays) {
+            check(&world.client, object).await.unwrap_or_else(|error| panic!("{object}: {error}"));
+        }
+
+        helm(home, &["install", "cleat", CHART]).unwrap();
+        for object in &usual {
+            assert!(find(&world.client, object).await.is_some(), "{object} does not exist");
+        }
+        let of_kind = |kind: &str| usual.iter().find(|object| object["kind"] == kind).unwrap();
+        let (definition, set) = (of_kind("CustomResourceDefinition"), of_kind("DaemonSet"));
+        let template =
+            async || find(&world.client, set).await.unwrap().data["spec"]["template"].clone();
+        let before = template().await;
+        let values = "controller.replicas=3,node.config.map.connections=2";
+        helm(home, &["upgrade", "cleat", CHART, "--set", values]).unwrap();
+        let deployment = find(&world.client, of_kind("Deployment")).await.unwrap();
+        assert_eq!(deployment.data["spec"]["replicas"], 3);
+        assert_ne!(template().await, before, "the changed configuration replaces no pod");
+
+        let (grant, volume) = use_a_volume(&world).await;
+        let report = helm(home, &["uninstall", "cleat"]).unwrap();
+        assert!(report.contains("kept due to the resource policy"), "{report}");
+        for object in &usual {
+            let is_kept = [definition, namespace].contains(&object);
+            assert_eq!(find(&world.client, object).await.is_some(), is_kept, "{object}");
+        }
+        // A new release takes the definition over, and finds the grants.
+        helm(home, &["install", "cleat", CHART]).unwrap();
+        let grant = world.all::<VolumeGrant>().get(&grant).await.unwrap();
+        let volume = world.all::<PersistentVolume>().get(&volume).await.unwrap();
+        assert_eq!(grant.metadata.deletion_timestamp, None);
+        assert_eq!(volume.metadata.deletion_timestamp, None);
+    });
+}
