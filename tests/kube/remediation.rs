@@ -62,6 +62,17 @@ impl Played {
     fn beat(&self, beats: bool) {
         self.beats.store(beats, Ordering::Relaxed);
     }
+
+    /// Stops its heartbeats after the agent has renewed the Lease that the controller makes.
+    async fn fall_silent(&self, world: &World) {
+        let agents: Api<Lease> = Api::namespaced(world.client.clone(), NAMESPACE);
+        eventually(&format!("the agent of {} has renewed its Lease", self.name), async || {
+            let lease = agents.get_opt(&format!("node-{}", self.name)).await.unwrap()?;
+            lease.spec?.renew_time.map(|_| ())
+        })
+        .await;
+        self.beat(false);
+    }
 }
 
 /// Renews a Lease if it exists.
@@ -163,8 +174,8 @@ fn a_silent_node_loses_volumes_and_pods_and_returns_by_itself() {
         world.mount(handle, &a.name, generation).await;
         pod(&world, "with", &a.name, Some(&volume)).await;
         pod(&world, "without", &a.name, None).await;
+        a.fall_silent(&world).await;
         let began = std::time::Instant::now();
-        a.beat(false);
         let without = format!("without.{}", world.driver);
         eventually("the pod with the volume is deleted", async || {
             (pods_on(&world, &a.name).await == [without.clone()]).then_some(())
@@ -220,8 +231,8 @@ async fn nothing_happens_to_many_nodes_or_in_maintenance(world: &World, a: &Play
     let attachment = world.attach(&other, &a.name).await;
     let generation = world.attached(&attachment).await;
     world.mount("shared/w", &a.name, generation).await;
-    a.beat(false);
-    b.beat(false);
+    a.fall_silent(world).await;
+    b.fall_silent(world).await;
     event(world, &b.name, "--remediation-limit").await;
     stays_unmarked(world, &a.name).await;
     annotate(world, &a.name, MAINTENANCE, json!("true")).await;
