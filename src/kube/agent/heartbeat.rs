@@ -6,13 +6,17 @@ use cleat_core::error::{ErrorKind, Result};
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::Client;
 use kube::api::{Api, PostParams};
+use tokio::time::{sleep, timeout};
 
 use super::shared::Shared;
 use crate::api::{call, message};
 use crate::heartbeat::{name_of, renew};
 
-/// The time between two looks whether the controller wants a heartbeat.
+/// The longest time between two looks whether the controller wants a heartbeat.
 const LOOK_AGAIN: Duration = Duration::from_secs(20);
+
+/// How long the controller may take to make the Lease.
+const MADE_AFTER: Duration = Duration::from_secs(2);
 
 /// The time between two attempts after a failure.
 const RETRY: Duration = Duration::from_secs(1);
@@ -22,20 +26,25 @@ impl Shared {
     /// twice: the watch of the grants fails for the same reasons.
     pub(super) async fn send_heartbeats(&self, client: &Client) {
         let leases: Api<Lease> = Api::default_namespaced(client.clone());
+        let mut changes = self.changes.subscribe();
         let mut known = None;
         loop {
-            let wait = match self.send_heartbeat(&leases, known.take()).await {
+            match self.send_heartbeat(&leases, known.take()).await {
                 Ok(Some((lease, wait))) => {
                     known = Some(lease);
-                    wait
+                    sleep(wait).await;
                 }
-                Ok(None) => LOOK_AGAIN,
+                Ok(None) => {
+                    // The controller makes the Lease when the node gets its first volume.
+                    let _ = timeout(LOOK_AGAIN, changes.changed()).await;
+                    sleep(MADE_AFTER).await;
+                    changes.mark_unchanged();
+                }
                 Err(error) => {
                     tracing::debug!("{}", message(&error));
-                    RETRY
+                    sleep(RETRY).await;
                 }
-            };
-            tokio::time::sleep(wait).await;
+            }
         }
     }
 
