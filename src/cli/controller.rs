@@ -109,7 +109,7 @@ pub(super) fn run(globals: &Globals, args: Controller) -> Result<()> {
     }
     if let Some(namespace) = args.print_rights {
         let extra = Extra { attach_detach: args.attach_detach, remediation: args.remediate };
-        return output::text(&cleat_kube::rights::yaml(&namespace, extra));
+        return output::text(&cleat_kube::rights::yaml(&namespace, extra)?);
     }
     let level = match globals.verbose {
         0 => args.log_level,

@@ -1,6 +1,7 @@
 //! The rights of the controller and of the agents of nodes, as objects for `kubectl apply`: roles with exactly what
 //! they use, and a policy that permits a node to change its own status entries only.
 
+use cleat_core::error::{Error, ErrorKind, Result};
 use serde_json::{Value, json};
 
 use crate::crd;
@@ -34,7 +35,16 @@ pub struct Extra {
 }
 
 /// Returns the objects as YAML documents. `namespace` is that of the pods.
-pub fn yaml(namespace: &str, extra: Extra) -> String {
+///
+/// # Errors
+/// Returns `InvalidArgument` for a namespace in which the controller has other rights, too: two roles would have the
+/// same name there.
+pub fn yaml(namespace: &str, extra: Extra) -> Result<String> {
+    if [EVENTS, LEASES].contains(&namespace) {
+        let message = format!("the controller cannot be in the namespace {namespace}");
+        return Err(Error::new(ErrorKind::InvalidArgument, message)
+            .with_repair("use a namespace of its own, such as cleat-system"));
+    }
     let mut objects = objects(namespace);
     if extra.attach_detach {
         objects.extend(attach_detach(namespace));
@@ -43,7 +53,7 @@ pub fn yaml(namespace: &str, extra: Extra) -> String {
         objects.extend(remediation(namespace));
     }
     let documents: Vec<String> = objects.iter().map(crd::to_yaml).collect();
-    documents.join("---\n")
+    Ok(documents.join("---\n"))
 }
 
 /// Returns the objects: service accounts, roles, bindings, and the policy.
@@ -293,9 +303,28 @@ mod tests {
         let committed = std::fs::read_to_string(COMMITTED).unwrap_or_default();
         let repair = "run: cleat controller --print-rights cleat-system > deploy/base/rights.yaml";
         assert!(
-            committed == yaml("cleat-system", Extra::default()),
+            committed == yaml("cleat-system", Extra::default()).unwrap(),
             "{COMMITTED} differs; {repair}"
         );
+    }
+
+    #[test]
+    fn no_two_objects_have_one_name() {
+        for taken in ["default", "kube-node-lease"] {
+            assert!(yaml(taken, Extra::default()).is_err(), "{taken}");
+        }
+        let text = yaml("n", Extra { attach_detach: true, remediation: true }).unwrap();
+        let mut names: Vec<String> = objects("n")
+            .into_iter()
+            .chain(attach_detach("n"))
+            .chain(remediation("n"))
+            .map(|object| format!("{} {}", object["kind"], object["metadata"]))
+            .collect();
+        let all = names.len();
+        assert_eq!(text.matches("\nkind: ").count(), all);
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), all);
     }
 
     #[test]

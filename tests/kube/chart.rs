@@ -120,7 +120,7 @@ fn the_chart_has_what_the_program_prints() {
     let read = |name: &str| std::fs::read_to_string(Path::new(CHART).join(name)).unwrap();
     let repair = "run: cleat controller --print-crd > deploy/helm/cleat/files/volumegrants.yaml";
     assert!(read("files/volumegrants.yaml") == crd::yaml(), "{repair}");
-    let printed = rights::yaml("{{ .Release.Namespace }}", Extra::default());
+    let printed = rights::yaml("{{ .Release.Namespace }}", Extra::default()).unwrap();
     let repair = "run: cleat controller --print-rights '{{ .Release.Namespace }}' > deploy/helm/cleat/templates/rights.yaml";
     assert!(read("templates/rights.yaml") == printed, "{repair}");
 
