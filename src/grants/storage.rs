@@ -22,7 +22,8 @@ pub trait Fencing: Debug + Send + Sync {
     /// Reads the record. A volume that was never claimed has the default record.
     ///
     /// # Errors
-    /// Returns an error if the storage does not answer or the volume does not exist.
+    /// Returns `NotFound` only if the storage has answered that the volume does not exist, and another error if it does
+    /// not answer or cannot be reached.
     fn record(&self, deadline: Instant) -> Result<Record>;
 
     /// Carries out [`Record::plan_fence`]: cuts off the recorded client and seals the generation. Does nothing if

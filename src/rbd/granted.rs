@@ -13,7 +13,7 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_grants::object::Mode;
 use cleat_grants::record::{Record, Target};
 use cleat_grants::storage::Fencing;
-use librbd::{Image, Open};
+use librbd::{Image, Open, Subject};
 
 use crate::claim;
 use crate::claim::header::ImageHeader;
@@ -30,6 +30,32 @@ impl GrantRecord {
     pub(crate) fn new(spec: &RbdSpec) -> Result<Self> {
         RbdFence::new(spec).map(Self)
     }
+
+    /// As [`RbdFence::call`], but only an image that does not exist is `NotFound`: without its configuration, key, pool
+    /// or namespace, nothing is known of its claims.
+    fn call<T: Send + 'static>(
+        &self,
+        how: Open,
+        deadline: Instant,
+        work: impl FnOnce(&Image, &str) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let done = self.0.call(how, deadline, work);
+        done.map_err(|error| match error.kind() {
+            ErrorKind::NotFound if !is_of_image(&error) => {
+                let repair = error.repair().unwrap_or("check the cluster and the key").to_owned();
+                let message = format!("the record of {} cannot be read", self.0.name);
+                Error::new(ErrorKind::Unavailable, message).with_repair(repair).with_source(error)
+            }
+            _ => error,
+        })
+    }
+}
+
+/// Returns whether an error is about the image itself, and not about the way to it.
+fn is_of_image(error: &Error) -> bool {
+    let source = std::error::Error::source(error);
+    let source = source.and_then(|source| source.downcast_ref::<librbd::Error>());
+    source.is_some_and(|source| source.subject() == Subject::Other)
 }
 
 impl Fencing for GrantRecord {
@@ -46,7 +72,7 @@ impl Fencing for GrantRecord {
     }
 
     fn record(&self, deadline: Instant) -> Result<Record> {
-        self.0.call(Open::ReadOnly, deadline, |image, name| {
+        self.call(Open::ReadOnly, deadline, |image, name| {
             let claim = claim::of(image, name)?;
             let listed = listed(image, name)?;
             Ok(claim.map(|claim| claim.record(&listed)).unwrap_or_default())
@@ -56,7 +82,7 @@ impl Fencing for GrantRecord {
     fn fence(&self, target: &Target, deadline: Instant) -> Result<()> {
         self.check_mode(target.mode)?;
         let target = target.clone();
-        self.0.call(Open::Write, deadline, move |image, name| {
+        self.call(Open::Write, deadline, move |image, name| {
             let seal = Seal {
                 header: &ImageHeader { image, name },
                 name,
@@ -75,7 +101,7 @@ impl Fencing for GrantRecord {
             return Err(Error::new(ErrorKind::InvalidArgument, message));
         }
         let (client, spec) = (client.to_owned(), self.0.spec.clone());
-        self.0.call(Open::ReadOnly, deadline, move |image, name| {
+        self.call(Open::ReadOnly, deadline, move |image, name| {
             if listed(image, name)?.contains(&client) {
                 let removed = image.pool().cluster().blocklist_remove(&client);
                 removed.map_err(|error| not_removed(error, &client, &spec))?;
@@ -86,7 +112,7 @@ impl Fencing for GrantRecord {
 
     fn release(&self, node: &str, client: &str, deadline: Instant) -> Result<()> {
         let (node, client) = (node.to_owned(), client.to_owned());
-        self.0.call(Open::Write, deadline, move |image, name| {
+        self.call(Open::Write, deadline, move |image, name| {
             let claim = claim::of(image, name)?;
             let is_claim = |claim: &Claim| !claim.released && claim.client.address == client;
             if !claim.as_ref().is_some_and(is_claim) {

@@ -51,6 +51,23 @@ fn check_refused(uri: &str, options: &OpenOptions, why: &str) {
     assert!(error.message().contains(why), "{}", error.message());
 }
 
+/// A volume that does not exist is taken from a lost node without a fence.
+#[test]
+fn only_an_image_that_does_not_exist_is_reported_as_missing() {
+    let uri = fresh(shared(), "record-of", MIB);
+    let keyring = shared().keyring(ID).to_string_lossy().into_owned();
+    let kind = |uri: String| record_of(&uri).record(deadline()).unwrap_err().kind();
+    assert_eq!(kind(uri.replace("record-of", "no-such-image")), ErrorKind::NotFound);
+    let (before, after) = uri.split_once("/record-of").unwrap();
+    for (uri, what) in [
+        (uri.replace(&keyring, "/no/keyring"), "keyring"),
+        (format!("rbd:no-such-pool/record-of{after}"), "pool"),
+        (format!("{before}/no-such-namespace/record-of{after}"), "namespace"),
+    ] {
+        assert_eq!(kind(uri), ErrorKind::Unavailable, "{what}");
+    }
+}
+
 #[test]
 fn a_fenced_generation_writes_nothing_and_cannot_claim_again() {
     let uri = fresh(shared(), "granted", 8 * MIB);
