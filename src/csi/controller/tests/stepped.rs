@@ -291,7 +291,12 @@ impl GroupSnapshotStore for SteppedStore {
 
     fn rename_snapshot(&self, name: &str, from: &str, to: &str) -> Result<bool> {
         let path = |snapshot| self.path.join(".cleat/snapshots").join(name).join(snapshot);
-        self.step("rename a snapshot", &[], || Ok(fs::rename(path(from), path(to)).is_ok()))
+        let rename = || match (path(from).exists(), path(to).exists()) {
+            (true, false) => fs::rename(path(from), path(to)).map(|()| true),
+            (false, true) => Ok(false),
+            exist => panic!("{name}@{from} and {name}@{to} exist: {exist:?}"),
+        };
+        self.step("rename a snapshot", &[], || Ok(rename().expect("a rename")))
     }
 }
 
