@@ -16,6 +16,9 @@ const PREFIX: &str = "node-";
 /// The shortest time between two renewals.
 const SHORTEST: Duration = Duration::from_secs(1);
 
+/// The longest time between two renewals: after it, an agent follows a timeout that was made shorter.
+const LONGEST: Duration = Duration::from_secs(20);
+
 /// Returns the name of the Lease of a node.
 pub(crate) fn name_of(node: &str) -> String {
     format!("{PREFIX}{node}")
@@ -43,7 +46,7 @@ pub(crate) fn renew(lease: &mut Lease, node: &str) -> Duration {
     spec.holder_identity = Some(node.to_owned());
     spec.renew_time = Some(MicroTime(api::timestamp()));
     let seconds = spec.lease_duration_seconds.and_then(|seconds| u64::try_from(seconds).ok());
-    Duration::from_secs(seconds.unwrap_or_default() / 3).max(SHORTEST)
+    Duration::from_secs(seconds.unwrap_or_default() / 3).clamp(SHORTEST, LONGEST)
 }
 
 #[cfg(test)]
@@ -62,6 +65,7 @@ mod tests {
         let spec = lease.spec.as_ref().unwrap();
         assert!(spec.renew_time.is_some() && spec.holder_identity.as_deref() == Some("n"));
         assert_eq!(renew(&mut Lease::default(), "n"), SHORTEST);
+        assert_eq!(renew(&mut wanted(&node, "n", Duration::from_secs(3600)), "n"), LONGEST);
         assert_eq!(node_of("controller-x"), None);
     }
 }
