@@ -56,6 +56,29 @@ pub(crate) async fn run(cluster: Arc<Cluster>, settings: Remediation) {
     }
 }
 
+/// The nodes that grants name.
+struct Volumes {
+    /// Those that hold a volume.
+    held: BTreeSet<String>,
+    /// Those that were fenced from one, and have not cleaned up.
+    fenced: BTreeSet<String>,
+}
+
+impl Volumes {
+    fn of(cluster: &Cluster) -> Self {
+        let (mut held, mut fenced) = (BTreeSet::new(), BTreeSet::new());
+        for grant in cluster.grants.mirror.all() {
+            held.extend(grant.spec.holders.iter().map(|holder| holder.node.clone()));
+            fenced.extend(grant.status.grant.fences.iter().map(|fence| fence.node.clone()));
+        }
+        Self { held, fenced }
+    }
+}
+
+fn is_maintained(node: &Node) -> bool {
+    node.annotations().get(MAINTENANCE).is_some_and(|value| value == "true")
+}
+
 struct Watch {
     cluster: Arc<Cluster>,
     settings: Remediation,
@@ -71,14 +94,19 @@ impl Watch {
     /// Looks at all nodes once, and makes the next step of each. A step that fails delays no other; the first error is
     /// returned.
     async fn turn(&mut self) -> Result<()> {
-        let names = self.names();
+        let volumes = Volumes::of(&self.cluster);
+        let names = self.names(&volumes);
         self.beats.keep(&names);
         self.cleared.retain(|name| names.contains(name));
         let nodes: Vec<Arc<Node>> =
             names.iter().filter_map(|name| self.cluster.nodes.mirror.get(name)).collect();
         let mut errors = Vec::new();
         for node in &nodes {
-            errors.extend(self.make_lease(node).await.err());
+            if let Err(error) = self.make_lease(node).await {
+                // The others fail for the same reason, each after a timeout.
+                errors.push(error);
+                break;
+            }
         }
         self.observe_beats(&nodes);
         if let Err(error) = self.read_silent(&nodes).await {
@@ -86,7 +114,8 @@ impl Watch {
             self.beats.restart(Instant::now());
             return Err(error);
         }
-        let observed: Vec<Observed> = nodes.iter().map(|node| self.observed(node)).collect();
+        let observed: Vec<Observed> =
+            nodes.iter().map(|node| self.observed(node, &volumes)).collect();
         let steps = plan(&observed, self.settings.limit);
         self.said.retain(|name, _| steps.iter().any(|(other, _)| other == name));
         for (name, step) in steps {
@@ -99,16 +128,11 @@ impl Watch {
     }
 
     /// Returns the nodes that have volumes of the driver, or are being remediated.
-    fn names(&self) -> BTreeSet<String> {
-        let cluster = &self.cluster;
-        let mut names = BTreeSet::new();
-        for grant in cluster.grants.mirror.all() {
-            names.extend(grant.spec.holders.iter().map(|holder| holder.node.clone()));
-            names.extend(grant.status.grant.fences.iter().map(|fence| fence.node.clone()));
-        }
-        let attachments = cluster.attachments.mirror.all();
+    fn names(&self, volumes: &Volumes) -> BTreeSet<String> {
+        let mut names: BTreeSet<String> = volumes.held.union(&volumes.fenced).cloned().collect();
+        let attachments = self.cluster.attachments.mirror.all();
         names.extend(attachments.iter().map(|known| known.spec.node_name.clone()));
-        let marked = cluster.nodes.mirror.all().into_iter();
+        let marked = self.cluster.nodes.mirror.all().into_iter();
         let marked = marked.filter(|node| node.annotations().contains_key(nodes::LOST));
         names.extend(marked.map(|node| node.name_any()));
         names
@@ -133,7 +157,8 @@ impl Watch {
             let name = node.name_any();
             let silence = self.beats.silence(&name, self.settings.timeout, now);
             let is_silent = matches!(silence, Silence::Late | Silence::Lost);
-            if is_silent && !nodes::state(node, None).lost && left > 0 {
+            let counts = !nodes::state(node, None).lost && !is_maintained(node);
+            if is_silent && counts && left > 0 {
                 left -= 1;
                 self.cluster.leases.refresh(&name).await?;
                 self.cluster.heartbeats.refresh(&heartbeat::name_of(&name)).await?;
@@ -143,23 +168,17 @@ impl Watch {
         Ok(())
     }
 
-    fn observed(&self, node: &Node) -> Observed {
-        let (name, now) = (node.name_any(), Instant::now());
+    fn observed(&self, node: &Node, volumes: &Volumes) -> Observed {
+        let (name, now, timeout) = (node.name_any(), Instant::now(), self.settings.timeout);
         let state = nodes::state(node, None);
-        let grants = self.cluster.grants.mirror.all();
-        let timeout = self.settings.timeout;
         Observed {
             lost: state.lost,
             tainted: state.out_of_service,
-            maintenance: node.annotations().get(MAINTENANCE).is_some_and(|value| value == "true"),
+            maintenance: is_maintained(node),
             silence: self.beats.silence(&name, timeout, now),
             is_back: self.beats.is_back(&name, timeout, now),
-            holds: grants
-                .iter()
-                .any(|grant| grant.spec.holders.iter().any(|holder| holder.node == name)),
-            fenced: grants
-                .iter()
-                .any(|grant| grant.status.grant.fences.iter().any(|fence| fence.node == name)),
+            holds: volumes.held.contains(&name),
+            fenced: volumes.fenced.contains(&name),
             has_pods: !self.cleared.contains(&name),
             name,
         }
