@@ -31,7 +31,7 @@ pub struct NodeState {
     pub out_of_service: bool,
     /// Since when the node is not ready; `None` if it is ready.
     pub not_ready_since: Option<Time>,
-    /// The last renewal of the node's lease, or of the agent's lease if that is later.
+    /// The last renewal of the Lease of the node's kubelet, by the clock of the node.
     pub lease_renewed: Option<Time>,
     /// Whether remediation has decided that the node is lost: it loses also the volumes that are requested for it.
     pub lost: bool,
