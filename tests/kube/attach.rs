@@ -11,7 +11,7 @@ use kube::api::{DeleteParams, Patch, PatchParams};
 use serde_json::json;
 
 use crate::control_plane::{NAMESPACE, SECOND_LEASE};
-use crate::fixture::{World, eventually, finalizer, run};
+use crate::fixture::{HANDLE, World, eventually, finalizer, run};
 
 /// FAILED_PRECONDITION.
 const FAILED_PRECONDITION: i32 = 9;
@@ -84,15 +84,11 @@ fn row_09_a_second_node_is_refused_by_the_name_of_the_holder() {
 fn row_10_what_is_attached_already_is_not_written_again() {
     run(async |world: World| {
         let controller = world.controller();
-        let (node, handle) = (world.node("a").await, "shared/v");
-        let volume = world.volume("v", handle).await;
-        let name = world.attach(&volume, &node).await;
-        let generation = world.attached(&name).await;
-        world.mount(handle, &node, generation).await;
+        let (node, _, name, _) = world.in_use().await;
         controller.stop().await;
         let versions = async || {
             let attachment = world.attachment(&name).await.unwrap().resource_version();
-            (attachment, world.grant(handle).await.unwrap().resource_version())
+            (attachment, world.grant(HANDLE).await.unwrap().resource_version())
         };
         let before = versions().await;
         // Another controller finds everything done. Nothing changes, so nothing is written.

@@ -8,7 +8,7 @@ use tonic::codegen::http::header::ACCEPT;
 use cleat_grants::object::Generation;
 use cleat_kube::grant::VolumeGrant;
 
-use crate::fixture::{World, run};
+use crate::fixture::{HANDLE, World, run};
 
 const PATH: &str = "/apis/cleat.csi.storage/v1alpha1/volumegrants";
 
@@ -16,18 +16,14 @@ const PATH: &str = "/apis/cleat.csi.storage/v1alpha1/volumegrants";
 fn kubectl_get_shows_the_holder_since_when_and_what_to_do() {
     run(async |world: World| {
         let controller = world.controller();
-        let (node, handle) = (world.node("a").await, "shared/v");
-        let volume = world.volume("v", handle).await;
-        let name = world.attach(&volume, &node).await;
-        let generation = world.attached(&name).await;
-        world.mount(handle, &node, generation).await;
+        let (node, _, name, _) = world.in_use().await;
         world.detach(&name).await;
         crate::fixture::eventually("the grant says what it waits for", async || {
-            (!world.grant(handle).await?.status.waiting.is_empty()).then_some(())
+            (!world.grant(HANDLE).await?.status.waiting.is_empty()).then_some(())
         })
         .await;
         // As kubectl asks.
-        let grant = world.grant(handle).await.unwrap();
+        let grant = world.grant(HANDLE).await.unwrap();
         let path = format!("{PATH}/{}", grant.metadata.name.unwrap());
         let table = "application/json;as=Table;v=v1;g=meta.k8s.io";
         let request = Request::get(path).header(ACCEPT, table).body(Vec::new()).unwrap();
@@ -42,7 +38,7 @@ fn kubectl_get_shows_the_holder_since_when_and_what_to_do() {
         assert!(cell("Since").as_str().unwrap().ends_with('s'), "{}", cell("Since"));
         assert!(cell("Waits for").as_str().unwrap().contains("must release"), "{table}");
         assert!(cell("To do").as_str().unwrap().contains("kubectl taint node"), "{table}");
-        assert_eq!(cell("Volume"), json!(handle));
+        assert_eq!(cell("Volume"), json!(HANDLE));
         controller.stop().await;
     });
 }

@@ -8,25 +8,21 @@ use k8s_openapi::api::core::v1::PersistentVolume;
 use kube::ResourceExt;
 use kube::api::{DeleteParams, PostParams};
 
-use crate::fixture::{World, eventually, finalizer, run};
+use crate::fixture::{HANDLE, World, eventually, finalizer, run};
 
 #[test]
 fn row_03_a_new_controller_continues_from_the_api_server_alone() {
     run(async |world: World| {
         let controller = world.controller();
-        let (node, handle) = (world.node("a").await, "shared/v");
-        let volume = world.volume("v", handle).await;
-        let name = world.attach(&volume, &node).await;
-        let generation = world.attached(&name).await;
-        world.mount(handle, &node, generation).await;
+        let (node, _, name, generation) = world.in_use().await;
         world.detach(&name).await;
-        world.revoked(handle, &node).await;
+        world.revoked(HANDLE, &node).await;
         // The next one waits until the lease has expired.
         controller.kill();
-        world.release(handle, &node, generation).await;
+        world.release(HANDLE, &node, generation).await;
         let controller = world.controller();
         world.gone(&name).await;
-        let grant = world.grant(handle).await.unwrap().stored().grant;
+        let grant = world.grant(HANDLE).await.unwrap().stored().grant;
         assert_eq!((grant.spec.holders.len(), grant.spec.generation), (0, generation));
         controller.stop().await;
     });
@@ -59,16 +55,12 @@ fn row_07_a_volume_moves_when_its_first_node_has_released_it() {
 fn row_12_only_the_signal_of_the_node_frees_a_volume() {
     run(async |world: World| {
         let controller = world.controller();
-        let (node, handle) = (world.node("a").await, "shared/v");
-        let volume = world.volume("v", handle).await;
-        let name = world.attach(&volume, &node).await;
-        let generation = world.attached(&name).await;
-        world.mount(handle, &node, generation).await;
+        let (node, _, name, generation) = world.in_use().await;
         world.detach(&name).await;
-        world.revoked(handle, &node).await;
+        world.revoked(HANDLE, &node).await;
         // The node is silent, and nothing says that it is lost. The release timeout has passed: nothing is fenced.
         let grant = eventually("the grant says what it waits for", async || {
-            let grant = world.grant(handle).await?;
+            let grant = world.grant(HANDLE).await?;
             (!grant.status.waiting.is_empty()).then_some(grant)
         })
         .await;
@@ -80,7 +72,7 @@ fn row_12_only_the_signal_of_the_node_frees_a_volume() {
         })
         .await;
         assert!(error.message.unwrap().contains("has not released it"));
-        assert!(world.storage.image(handle).read().claim_of(&node).is_some());
+        assert!(world.storage.image(HANDLE).read().claim_of(&node).is_some());
         // A wait costs nothing, once its own writes have come back.
         eventually("no object is looked at for 2 s", async || {
             let before = controller.syncs();
@@ -91,14 +83,14 @@ fn row_12_only_the_signal_of_the_node_frees_a_volume() {
         // A signal of an earlier use, and one that the record contradicts, free nothing.
         for generation in [Generation(0), generation] {
             let signal = (Signal::SafeToDetach, Truth::True, Reason::Released, generation);
-            world.report(handle, &node, &[signal]).await;
+            world.report(HANDLE, &node, &[signal]).await;
             tokio::time::sleep(Duration::from_secs(1)).await;
-            assert!(world.grant(handle).await.unwrap().stored().grant.holder(&node).is_some());
+            assert!(world.grant(HANDLE).await.unwrap().stored().grant.holder(&node).is_some());
         }
-        world.storage.image(handle).release_claim(&node);
+        world.storage.image(HANDLE).release_claim(&node);
         let signal = |status| (Signal::SafeToDetach, status, Reason::Released, generation);
-        world.report(handle, &node, &[signal(Truth::False)]).await;
-        world.report(handle, &node, &[signal(Truth::True)]).await;
+        world.report(HANDLE, &node, &[signal(Truth::False)]).await;
+        world.report(HANDLE, &node, &[signal(Truth::True)]).await;
         world.gone(&name).await;
         controller.stop().await;
     });
@@ -148,18 +140,14 @@ fn row_13_a_lost_node_is_fenced_before_the_volume_moves() {
 fn row_13_a_deleted_node_is_fenced() {
     run(async |world: World| {
         let controller = world.controller();
-        let (node, handle) = (world.node("a").await, "shared/v");
-        let volume = world.volume("v", handle).await;
-        let name = world.attach(&volume, &node).await;
-        let generation = world.attached(&name).await;
-        world.mount(handle, &node, generation).await;
+        let (node, _, name, _) = world.in_use().await;
         let nodes = world.all::<k8s_openapi::api::core::v1::Node>();
         nodes.delete(&node, &DeleteParams::default()).await.unwrap();
         let csi_nodes = world.all::<k8s_openapi::api::storage::v1::CSINode>();
         csi_nodes.delete(&node, &DeleteParams::default()).await.unwrap();
         world.detach(&name).await;
         world.gone(&name).await;
-        assert!(world.storage.image(handle).is_cut(&node));
+        assert!(world.storage.image(HANDLE).is_cut(&node));
         controller.stop().await;
     });
 }
@@ -168,16 +156,12 @@ fn row_13_a_deleted_node_is_fenced() {
 fn row_31_the_finalizer_stays_until_the_node_has_released_the_volume() {
     run(async |world: World| {
         let controller = world.controller();
-        let (node, handle) = (world.node("a").await, "shared/v");
-        let volume = world.volume("v", handle).await;
-        let name = world.attach(&volume, &node).await;
-        let generation = world.attached(&name).await;
-        world.mount(handle, &node, generation).await;
+        let (node, _, name, generation) = world.in_use().await;
         world.detach(&name).await;
-        world.revoked(handle, &node).await;
+        world.revoked(HANDLE, &node).await;
         let finalizers = world.attachment(&name).await.unwrap().finalizers().to_vec();
         assert_eq!(finalizers, [finalizer(&world.driver)]);
-        world.release(handle, &node, generation).await;
+        world.release(HANDLE, &node, generation).await;
         world.gone(&name).await;
         controller.stop().await;
     });
@@ -215,19 +199,15 @@ fn row_31_a_stale_attachment_does_not_end_a_newer_grant() {
 fn row_32_the_finalizer_of_a_volume_goes_when_no_attachment_is_left() {
     run(async |world: World| {
         let controller = world.controller();
-        let (node, handle) = (world.node("a").await, "shared/v");
-        let volume = world.volume("v", handle).await;
-        let name = world.attach(&volume, &node).await;
-        let generation = world.attached(&name).await;
-        world.mount(handle, &node, generation).await;
+        let (node, volume, name, generation) = world.in_use().await;
         let volumes = world.all::<PersistentVolume>();
         volumes.delete(&volume, &DeleteParams::default()).await.unwrap();
         tokio::time::sleep(Duration::from_secs(1)).await;
         let finalizers = volumes.get(&volume).await.unwrap().finalizers().to_vec();
         assert!(finalizers.contains(&finalizer(&world.driver)), "{finalizers:?}");
         world.detach(&name).await;
-        world.revoked(handle, &node).await;
-        world.release(handle, &node, generation).await;
+        world.revoked(HANDLE, &node).await;
+        world.release(HANDLE, &node, generation).await;
         world.gone(&name).await;
         eventually("the volume has no finalizer of the driver", async || {
             let known = volumes.get_opt(&volume).await.unwrap();
@@ -235,7 +215,7 @@ fn row_32_the_finalizer_of_a_volume_goes_when_no_attachment_is_left() {
             known.is_none_or(|known| !known.finalizers().contains(&ours)).then_some(())
         })
         .await;
-        eventually("the grant is gone", async || world.grant(handle).await.is_none().then_some(()))
+        eventually("the grant is gone", async || world.grant(HANDLE).await.is_none().then_some(()))
             .await;
         controller.stop().await;
     });
@@ -245,22 +225,18 @@ fn row_32_the_finalizer_of_a_volume_goes_when_no_attachment_is_left() {
 fn the_status_of_a_grant_does_not_keep_all_deleted_nodes() {
     run(async |world: World| {
         let controller = world.controller();
-        let (node, handle) = (world.node("a").await, "shared/v");
-        let volume = world.volume("v", handle).await;
-        let name = world.attach(&volume, &node).await;
-        let generation = world.attached(&name).await;
-        world.mount(handle, &node, generation).await;
+        let (node, ..) = world.in_use().await;
         let grants = world.all::<VolumeGrant>();
         let deleted = |n| NodeEntry { node: format!("deleted-{n:02}"), ..NodeEntry::default() };
         eventually("100 nodes have used the volume", async || {
-            let mut grant = world.grant(handle).await?;
+            let mut grant = world.grant(HANDLE).await?;
             grant.status.grant.nodes.extend((0..100).map(deleted));
-            let name = grant_name(&world.driver, handle);
+            let name = grant_name(&world.driver, HANDLE);
             grants.replace_status(&name, &PostParams::default(), &grant).await.ok()
         })
         .await;
         eventually("64 entries are left", async || {
-            let grant = world.grant(handle).await?.stored().grant;
+            let grant = world.grant(HANDLE).await?.stored().grant;
             let is_left = |name: &str| grant.entry(name).is_some();
             let is_cut = grant.status.nodes.len() == 64 && !is_left("deleted-00");
             (is_cut && is_left(&node) && is_left("deleted-99")).then_some(())

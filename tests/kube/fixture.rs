@@ -27,6 +27,9 @@ use crate::storage::TestStorage;
 /// How long a test waits for what the controller does at once.
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
+/// The handle of the volume in most tests.
+pub(crate) const HANDLE: &str = "shared/v";
+
 /// The finalizer of external-attacher for `driver`.
 pub(crate) fn finalizer(driver: &str) -> String {
     format!("external-attacher/{}", driver.replace('.', "-"))
@@ -319,6 +322,17 @@ impl World {
         self.storage.image(handle).claim(node, generation).unwrap();
         let mounted = (Signal::SafeToMount, Truth::True, Reason::Mapped, generation);
         self.report(handle, node, &[mounted]).await;
+    }
+
+    /// Attaches and mounts the volume `v` with the handle `shared/v` on the new node `a`. Returns the node, the volume, the
+    /// attachment and the generation.
+    pub(crate) async fn in_use(&self) -> (String, String, String, Generation) {
+        let node = self.node("a").await;
+        let volume = self.volume("v", HANDLE).await;
+        let name = self.attach(&volume, &node).await;
+        let generation = self.attached(&name).await;
+        self.mount(HANDLE, &node, generation).await;
+        (node, volume, name, generation)
     }
 
     /// Plays the agent of a node: unmaps the volume, releases the claim, and says so.
