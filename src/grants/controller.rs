@@ -174,6 +174,30 @@ fn create(view: &View<'_>, now: Time) -> Decision<Step> {
     Ok(Step::Create(spec))
 }
 
+/// Returns the step that gives a claim a holder which no grant names and no request brings up: its node is then asked to
+/// release the volume, as after a detach. `None` if there is no such claim, or the record was not read.
+///
+/// A claim without a generation was made without a grant. One of a node that does not exist here may be of another
+/// cluster. Nothing proves that they are left over, so they stay.
+pub fn adopt_unrequested(view: &View<'_>, now: Time) -> Option<Step> {
+    let is_idle = |stored: &StoredGrant| stored.grant.spec.holders.is_empty() && !stored.deleting;
+    if !view.requests.is_empty() || !view.grant.is_none_or(is_idle) {
+        return None;
+    }
+    let record = view.record?;
+    let is_left = |claim: &&Claim| {
+        claim.generation != Generation::default() && view.nodes.contains_key(&claim.node)
+    };
+    let claim = record.claims.iter().find(is_left)?;
+    let mut spec = view.grant.map(|stored| stored.grant.spec.clone()).unwrap_or_default();
+    adopt(&mut spec, claim, record, now);
+    let change = Change::Adopted(claim.node.clone(), claim.generation);
+    Some(match view.grant {
+        Some(stored) => Step::WriteSpec { version: condition_of(stored), spec, change },
+        None => Step::Create(spec),
+    })
+}
+
 fn in_service(view: &View<'_>, node: &str) -> bool {
     view.nodes.get(node).is_some_and(|node| !node.out_of_service && !node.lost)
 }

@@ -1,6 +1,6 @@
 //! Decides about one volume, step by step: `cleat_grants` decides, and this module reads, writes and fences.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -84,14 +84,14 @@ fn step_name(step: &Step) -> &'static str {
 }
 
 /// One volume, as it was observed for one step.
-struct ObservedVolume<'a> {
-    cluster: &'a Cluster,
+pub(crate) struct ObservedVolume<'a> {
+    pub(crate) cluster: &'a Cluster,
     name: &'a str,
-    handle: String,
+    pub(crate) handle: String,
     storage: Arc<dyn Fencing>,
-    grant: Option<Arc<VolumeGrant>>,
+    pub(crate) grant: Option<Arc<VolumeGrant>>,
     requests: Vec<controller::Request>,
-    nodes: std::collections::BTreeMap<String, NodeState>,
+    nodes: BTreeMap<String, NodeState>,
 }
 
 impl<'a> ObservedVolume<'a> {
@@ -126,8 +126,16 @@ impl<'a> ObservedVolume<'a> {
         Ok(Some(Self { cluster, name, handle, storage, grant, requests, nodes }))
     }
 
+    /// Returns a volume that nothing requests and that no node holds; `None` if its clients cannot be fenced.
+    pub(crate) fn of_handle(cluster: &'a Cluster, name: &'a str, handle: &str) -> Option<Self> {
+        let Ok(Backing::Granted(storage)) = cluster.storage.find(handle) else { return None };
+        let grant = cluster.grants.mirror.get(name);
+        let (requests, nodes) = (Vec::new(), BTreeMap::new());
+        Some(Self { cluster, name, handle: handle.to_owned(), storage, grant, requests, nodes })
+    }
+
     /// Carries out a step that changes something.
-    async fn perform(&self, step: Step) -> Result<()> {
+    pub(crate) async fn perform(&self, step: Step) -> Result<()> {
         match step {
             Step::Wait(_) | Step::ReadRecord => Ok(()),
             Step::Create(spec) => self.create(spec).await,
@@ -250,7 +258,7 @@ impl<'a> ObservedVolume<'a> {
 
     /// Reads the record at the storage; `None` if the volume does not exist any more. If it is requested, that is an
     /// error.
-    async fn read_record(&self) -> Result<Option<Record>> {
+    pub(crate) async fn read_record(&self) -> Result<Option<Record>> {
         match self.at_storage(|storage, deadline| storage.record(deadline)).await {
             Err(error) if error.kind() == ErrorKind::NotFound && self.requests.is_empty() => {
                 tracing::warn!(grant = self.name, "no claims: {}", api::message(&error));

@@ -245,3 +245,28 @@ fn the_status_of_a_grant_does_not_keep_all_deleted_nodes() {
         controller.stop().await;
     });
 }
+
+#[test]
+fn a_claim_that_no_grant_names_is_released_by_its_node() {
+    run(async |world: World| {
+        // The API server has lost the grants: of these claims only the storage knows.
+        let node = world.node("a").await;
+        let (claimed, foreign) = ("shared/claimed", "shared/foreign");
+        for (name, handle, holder) in
+            [("v", claimed, node.as_str()), ("w", foreign, "node-of-another-cluster")]
+        {
+            world.volume(name, handle).await;
+            world.storage.image(handle).claim(holder, Generation(5)).unwrap();
+        }
+        let controller = world.controller();
+        world.revoked(claimed, &node).await;
+        world.release(claimed, &node, Generation(5)).await;
+        eventually("the node holds nothing", async || {
+            world.grant(claimed).await?.spec.holders.is_empty().then_some(())
+        })
+        .await;
+        assert_eq!(world.storage.image(foreign).read().claims.len(), 1);
+        assert!(world.grant(foreign).await.is_none());
+        controller.stop().await;
+    });
+}

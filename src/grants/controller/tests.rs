@@ -519,3 +519,35 @@ fn only_a_node_that_exists_and_is_in_service_gets_the_volume() {
     fixture.node("b").out_of_service = false;
     assert_eq!(fixture.write_spec(), Change::Granted("b".to_owned(), Generation(4)));
 }
+
+#[test]
+fn a_claim_that_no_grant_names_gets_a_holder_if_its_node_exists() {
+    let mut fixture = Fixture::new(&[]);
+    fixture.stored.grant.spec.holders.clear();
+    let adopted = |fixture: &Fixture, has_grant: bool| {
+        let view = View {
+            grant: has_grant.then_some(&fixture.stored),
+            requests: &fixture.requests,
+            nodes: &fixture.nodes,
+            record: fixture.record.as_ref(),
+            is_gone: false,
+        };
+        match adopt_unrequested(&view, NOW)? {
+            Step::Create(spec) | Step::WriteSpec { spec, .. } => Some(spec),
+            other => panic!("{other:?}"),
+        }
+    };
+    fixture.claimed("a", 5);
+    for has_grant in [false, true] {
+        let spec = adopted(&fixture, has_grant).unwrap();
+        assert_eq!((spec.generation, spec.holders[0].generation), (Generation(5), Generation(5)));
+    }
+    fixture.requests.push(request("b"));
+    assert_eq!(adopted(&fixture, true), None);
+    fixture.requests.clear();
+    // Made without a grant, or perhaps in another cluster.
+    for (node, generation) in [("a", 0), ("stranger", 5)] {
+        fixture.claimed(node, generation);
+        assert_eq!(adopted(&fixture, true), None, "{node}");
+    }
+}

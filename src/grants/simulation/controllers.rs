@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::messages::{Answer, Call, Object, Read};
-use crate::controller::{Request, Step, View, decide};
+use crate::controller::{Request, Step, View, adopt_unrequested, decide};
 use crate::object::{Time, Version};
 use crate::policy::{NodeState, Policy};
 use crate::record::{Record, Target};
@@ -17,6 +17,8 @@ pub(crate) struct Controller {
     /// The record, with the version of the grant before the read.
     record: Option<(Option<Version>, Record)>,
     record_read_ms: u64,
+    /// Whether it has looked for claims that no grant names, as a controller does at its start.
+    has_swept: bool,
     /// The fencing in progress: the client is cut off, the seal is next.
     sealing: Option<(Target, Option<String>, u64)>,
     calling: Option<(u64, Call)>,
@@ -63,7 +65,14 @@ impl Controller {
         let record = self.record.as_ref().filter(|(read_for, _)| *read_for == version && is_fresh);
         let record = record.map(|(_, record)| record);
         let view = View { grant, requests: &requests, nodes, record, is_gone: false };
-        match decide(&view, policy, Time(now_ms / 1000)) {
+        let now = Time(now_ms / 1000);
+        let mut step = decide(&view, policy, now);
+        if matches!(step, Step::Wait(_)) && !self.has_swept && requests.is_empty() {
+            self.has_swept = record.is_some();
+            let adopted = || adopt_unrequested(&view, now);
+            step = if record.is_some() { adopted().unwrap_or(step) } else { Step::ReadRecord };
+        }
+        match step {
             Step::Wait(_) | Step::RemoveFinalizer(_) => None,
             Step::ReadRecord => {
                 self.record_read_ms = now_ms;
@@ -114,6 +123,11 @@ impl Controller {
     /// Starts again, with nothing but the requests, which are listed at once.
     pub(crate) fn restart(&mut self) {
         *self = Self { requests: self.requests.take(), ..Self::default() };
+    }
+
+    /// Has it look again for claims that no grant names, as once a day.
+    pub(crate) fn sweep_again(&mut self) {
+        self.has_swept = false;
     }
 
     /// Forgets the grant, so that it is listed again.

@@ -101,25 +101,45 @@ fn a_seed_replays() {
 #[test]
 fn a_use_of_a_volume_takes_six_writes() {
     for seed in 0..20 {
-        let scenario = Scenario {
-            nodes: 2,
-            mode: Mode::ReadWrite,
-            policy: Policy::default(),
-            remediates: false,
-            lost_per_mille: 0,
-            late_per_mille: 0,
-            forgets: false,
-            // The other controller stands still: with an old list of requests, it would revoke the grant.
-            acts: vec![
-                (0, Act::PauseController(1, 60_000)),
-                (0, Act::Attach(0)),
-                (20_000, Act::Detach(0)),
-            ],
-            last: Vec::new(),
-        };
+        // The other controller stands still: with an old list of requests, it would revoke the grant.
+        let scenario = quiet(vec![
+            (0, Act::PauseController(1, 60_000)),
+            (0, Act::Attach(0)),
+            (20_000, Act::Detach(0)),
+        ]);
         let mut world = World::new(seed, &scenario, false);
         assert_eq!(world.run(), None, "seed {seed}");
         assert_eq!(world.api.writes, 6, "seed {seed}");
+    }
+}
+
+/// A restored backup has no grant, the node was installed anew, and nothing requests the volume any more.
+#[test]
+fn a_claim_that_nobody_remembers_is_released() {
+    for seed in 0..20 {
+        let scenario = quiet(vec![
+            (0, Act::Backup),
+            (100, Act::Attach(0)),
+            (10_000, Act::Reinstall(0)),
+            (10_000, Act::Detach(0)),
+            (10_000, Act::Restore),
+        ]);
+        assert_eq!(World::new(seed, &scenario, false).run(), None, "seed {seed}");
+    }
+}
+
+/// Two nodes of which nothing fails but what `acts` say, and which do not use the volume at the end.
+fn quiet(acts: Vec<(u64, Act)>) -> Scenario {
+    Scenario {
+        nodes: 2,
+        mode: Mode::ReadWrite,
+        policy: Policy::default(),
+        remediates: false,
+        lost_per_mille: 0,
+        late_per_mille: 0,
+        forgets: false,
+        acts,
+        last: Vec::new(),
     }
 }
 

@@ -257,6 +257,11 @@ impl Node {
         self.local.mapping = None;
     }
 
+    /// Loses the journal.
+    pub(crate) fn forget(&mut self) {
+        self.local.claim = OwnClaim::Unread;
+    }
+
     /// Ends the worker. With `leaves_process`, the agent takes it for dead, and its requests may still arrive.
     pub(crate) fn crash_worker(&mut self, leaves_process: bool) {
         let serving = |mapping: &&mut Mapping| mapping.state == MappingState::Usable;

@@ -43,6 +43,8 @@ pub(crate) enum Act {
     CutFromStorage(usize, u64),
     RestartAgent(usize),
     Reboot(usize),
+    /// The node is installed anew with its old name: its agent has no journal.
+    Reinstall(usize),
     /// The worker dies, or only seems to.
     CrashWorker(usize, bool),
     Taint(usize, bool),
@@ -216,7 +218,8 @@ impl Dice {
             18 | 19 => Act::CutFromApi(node, while_ms),
             20 | 21 => Act::CutFromStorage(node, while_ms),
             22 => Act::RestartAgent(node),
-            23 => Act::Reboot(node),
+            23 if is_on => Act::Reboot(node),
+            23 => Act::Reinstall(node),
             24 | 25 => Act::CrashWorker(node, is_on),
             26 => Act::Taint(node, is_on),
             27 => Act::Delete(node, is_on),

@@ -36,10 +36,13 @@ impl World<'_> {
                 self.fate(Actor::Node(node)).life += 1;
                 self.nodes[node].restart_agent();
             }
-            Act::Reboot(node) => {
+            Act::Reboot(node) | Act::Reinstall(node) => {
                 self.fate(Actor::Node(node)).life += 1;
                 self.fate(Actor::Node(node)).frozen_until = now_ms + 500;
                 self.nodes[node].reboot();
+                if matches!(act, Act::Reinstall(_)) {
+                    self.nodes[node].forget();
+                }
             }
             Act::CrashWorker(node, leaves_process) => self.nodes[node].crash_worker(leaves_process),
             Act::Taint(node, is_on) => set(&mut self.tainted, node, is_on),
@@ -111,6 +114,9 @@ impl World<'_> {
         for fate in self.fates.values_mut() {
             fate.frozen_until = self.now_ms;
             (fate.cut_from_api_until, fate.cut_from_storage_until) = (0, 0);
+        }
+        for controller in &mut self.controllers {
+            controller.sweep_again();
         }
         for node in 0..self.nodes.len() {
             let is_last = self.scenario.last.contains(&node);
