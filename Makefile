@@ -72,6 +72,7 @@ vm-image: deps-test ## Build the image of the virtual machines
 control-plane: deps-test ## Build Kubernetes' control plane, the sidecars of CSI and helm for the tests
 	scripts/control-plane.sh
 	scripts/deploy-tools.sh
+	scripts/go-tool.sh tests/kube/promql
 
 crates: deps-test ## Unit tests of the crates, rules of the code, fuzz targets on their corpora, CSI's messages
 	$(CARGO_TEST) --lib --bins --test tidy --test compatibility --test fuzz --test csi-wire

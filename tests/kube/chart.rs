@@ -17,13 +17,19 @@ use serde_json::{Value, json};
 use crate::cluster::installed::{DRIVER, snapshot_definitions};
 use crate::cluster::objects::{apply, check, find};
 use crate::control_plane::{ControlPlane, NAMESPACE};
-use crate::deploy::{build, check_arguments, check_references, controller, documents, tool};
+use crate::deploy::{
+    DIRECTORIES, build, check_arguments, check_references, controller, documents, tool,
+};
 use crate::fixture::{World, finalizer, run_on};
+use crate::monitoring;
 
 const CHART: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/helm/cleat");
 
 /// The values that give the objects of `deploy/overlays/rbd`.
 const RBD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/helm/cleat/values-rbd.yaml");
+
+/// The values that give the objects of `deploy/overlays/all`.
+const ALL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/helm/cleat/values-all.yaml");
 
 /// Runs helm, and returns what it prints, or its errors. Its files are in `home`.
 fn helm(home: &Path, arguments: &[&str]) -> Result<String, String> {
@@ -58,11 +64,14 @@ fn by_name(objects: Vec<Value>) -> BTreeMap<String, Value> {
     all
 }
 
-/// Removes the suffix that kustomize adds to the names of the objects that it generates.
+/// Removes the suffix that kustomize adds to the names of the objects that it generates: ten characters.
 fn without_suffixes(objects: &[Value]) -> Vec<Value> {
     let mut text = Value::from(objects).to_string();
-    let is_generated =
-        |object: &&Value| ["ConfigMap", "Secret"].map(Value::from).contains(&object["kind"]);
+    let is_generated = |object: &&Value| {
+        let (kind, name) = (&object["kind"], object["metadata"]["name"].as_str().unwrap());
+        (kind == "ConfigMap" || kind == "Secret")
+            && name.rsplit_once('-').is_some_and(|(_, suffix)| suffix.len() == 10)
+    };
     for object in objects.iter().filter(is_generated) {
         let name = object["metadata"]["name"].as_str().unwrap();
         text = text.replace(name, name.rsplit_once('-').unwrap().0);
@@ -88,7 +97,8 @@ fn without_annotations(objects: &mut [Value]) {
 
 /// Removes the configuration from its ConfigMap, and returns it as the daemon reads it.
 fn take_config(objects: &mut BTreeMap<String, Value>) -> Config {
-    let map = objects.values_mut().find(|object| object["kind"] == "ConfigMap").unwrap();
+    let is_config = |object: &&mut Value| !object["data"]["cleat.toml"].is_null();
+    let map = objects.values_mut().find(is_config).unwrap();
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), map["data"]["cleat.toml"].take().as_str().unwrap()).unwrap();
     Config::load(Some(file.path())).unwrap()
@@ -113,6 +123,9 @@ fn chart_and_kustomizations_have_the_same_objects() {
     check_equal(render(&["--values", RBD]).unwrap(), &build("overlays/rbd"));
     let remediation = render(&["--set", "remediation.enabled=true"]).unwrap();
     check_equal(remediation, &build("overlays/remediation"));
+    let monitoring = render(&["--set", "monitoring.enabled=true"]).unwrap();
+    check_equal(monitoring, &build("overlays/monitoring"));
+    check_equal(render(&["--values", ALL]).unwrap(), &build("overlays/all"));
 }
 
 #[test]
@@ -143,6 +156,8 @@ fn wrong_values_are_refused_with_the_place_and_the_cause() {
         ("controller.replicas=0", "at '/controller/replicas': minimum: got 0, want 1"),
         ("controller.replicas=many", "at '/controller/replicas': got string, want integer"),
         ("node.config.csi.grants=false", "at '/node/config/csi': additional properties 'grants'"),
+        ("monitoring.enabled=true,monitoring.interval=often", "at '/monitoring/interval'"),
+        ("volumeAttributesClasses.slow.iops=1", "additional properties 'iops' not allowed"),
         ("directories.fast=mnt", "at '/directories/fast': 'mnt' does not match pattern"),
         ("grants=false,controller.attachDetach=true", "needs a controller: set grants=true"),
         ("grants=false,remediation.enabled=true", "needs a controller: set grants=true"),
@@ -199,7 +214,7 @@ fn all_values() -> Value {
         "controller": {
             "attachDetach": true, "logLevel": "debug", "extraArgs": ["--release-timeout=60"], "port": 9000,
             "tolerations": [toleration], "podDisruptionBudget": { "enabled": true },
-            "networkPolicy": { "enabled": true },
+            "networkPolicy": { "enabled": false },
         },
         "node": {
             "logLevel": "debug", "metricsPort": 9001, "maxUnavailable": "10%", "priorityClassName": "",
@@ -208,7 +223,12 @@ fn all_values() -> Value {
         "remediation": { "enabled": true, "timeout": 20, "limit": 3, "dryRun": true },
         "provisioner": { "extraArgs": ["--v=5"] },
         "snapshotter": { "enabled": true },
-        "images": { "enabled": true, "replicas": 3, "tolerations": [toleration] },
+        "images": {
+            "enabled": true, "replicas": 3, "tolerations": [toleration],
+            "csiAddons": { "enabled": true, "managerNamespace": "addons", "extraArgs": ["--v=5"] },
+        },
+        "volumeAttributesClasses": { "slow": { "parameters": { "iops": "10" } } },
+        "monitoring": { "enabled": true, "interval": "10s", "labels": { "release": "prometheus" } },
     })
 }
 
@@ -230,7 +250,7 @@ fn render_all() -> Vec<Value> {
     }
     assert_eq!(pod["containers"][0]["livenessProbe"]["httpGet"]["port"], 9001);
     let config = take_config(&mut by_name(objects.clone()));
-    assert_eq!(config.metrics.listen, Listen::Tcp("127.0.0.1:9001".parse().unwrap()));
+    assert_eq!(config.metrics.listen, Listen::Tcp("0.0.0.0:9001".parse().unwrap()));
     assert_eq!(config.csi.socket(), Path::new("/data/kubelet/plugins/cleat.csi.storage/csi.sock"));
     assert_eq!(config.csi.directories["fast"], Path::new("/mnt/fast"));
     assert_eq!((config.log.level.as_str(), config.map.connections), ("debug", 2));
@@ -269,10 +289,11 @@ fn a_release_is_installed_changed_and_removed_and_the_grants_stay() {
         let home = world.plane.directory();
         let usual = render(&[]).unwrap();
         let namespace = usual.iter().find(|object| object["kind"] == "Namespace").unwrap();
-        for object in snapshot_definitions().iter().chain([namespace]) {
+        let definitions = [snapshot_definitions(), monitoring::definitions()].concat();
+        for object in definitions.iter().chain([namespace]) {
             apply(&world.client, object).await.unwrap();
         }
-        let overlays = ["overlays/rbd", "overlays/remediation"].map(build).concat();
+        let overlays = DIRECTORIES.map(build).concat();
         for object in render_all().iter().chain(&overlays) {
             check(&world.client, object).await.unwrap_or_else(|error| panic!("{object}: {error}"));
         }

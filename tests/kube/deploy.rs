@@ -12,17 +12,22 @@ use crate::fixture::{World, run};
 const BASE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/base");
 
 /// The kinds in `deploy/` that are not in a namespace.
-const CLUSTER_KINDS: [&str; 9] = [
+const CLUSTER_KINDS: [&str; 10] = [
     "Namespace",
     "CustomResourceDefinition",
     "CSIDriver",
     "StorageClass",
     "VolumeSnapshotClass",
+    "VolumeAttributesClass",
     "ClusterRole",
     "ClusterRoleBinding",
     "ValidatingAdmissionPolicy",
     "ValidatingAdmissionPolicyBinding",
 ];
+
+/// The kustomizations that a user can apply.
+pub(crate) const DIRECTORIES: [&str; 5] =
+    ["base", "overlays/rbd", "overlays/remediation", "overlays/monitoring", "overlays/all"];
 
 /// The kinds that make pods.
 const POD_KINDS: [&str; 2] = ["DaemonSet", "Deployment"];
@@ -86,7 +91,7 @@ fn the_api_server_accepts_every_object_and_an_unchanged_one_is_not_written_again
 
 #[test]
 fn each_object_exists_once_and_so_does_each_name_that_one_refers_to() {
-    for directory in ["base", "overlays/rbd", "overlays/remediation"] {
+    for directory in DIRECTORIES {
         check_references(&build(directory));
     }
 }
@@ -132,8 +137,46 @@ pub(crate) fn check_references(objects: &[Value]) {
         exists("ValidatingAdmissionPolicy", &bound["spec"]["policyName"]);
     }
     let driver = of_kind("CSIDriver").next().unwrap();
-    for class in of_kind("StorageClass") {
-        assert_eq!(class["provisioner"], driver["metadata"]["name"]);
+    for (kind, field) in [
+        ("StorageClass", "provisioner"),
+        ("VolumeSnapshotClass", "driver"),
+        ("VolumeAttributesClass", "driverName"),
+    ] {
+        for class in of_kind(kind) {
+            assert_eq!(class[field], driver["metadata"]["name"]);
+        }
+    }
+    for kind in ["NetworkPolicy", "PodMonitor"] {
+        for object in of_kind(kind) {
+            check_ports(object, objects);
+        }
+    }
+}
+
+/// Checks that a NetworkPolicy or a PodMonitor selects pods that have the ports it names.
+fn check_ports(object: &Value, objects: &[Value]) {
+    let spec = &object["spec"];
+    let selector = ["podSelector", "selector"].map(|name| &spec[name]["matchLabels"]);
+    let labels = selector.into_iter().find(|labels| labels.is_object()).unwrap();
+    let is_selected = |set: &&Value| {
+        let known = &set["spec"]["template"]["metadata"]["labels"];
+        labels.as_object().unwrap().iter().all(|(name, value)| &known[name] == value)
+    };
+    let sets =
+        objects.iter().filter(|object| POD_KINDS.contains(&object["kind"].as_str().unwrap()));
+    let selected: Vec<&Value> = sets.filter(is_selected).collect();
+    assert!(!selected.is_empty(), "no pods for {object}");
+    let ports = spec["podMetricsEndpoints"].as_array().into_iter().flatten();
+    let ingress = spec["ingress"].as_array().into_iter().flatten();
+    let ports = ports.chain(ingress.flat_map(|rule| rule["ports"].as_array().unwrap()));
+    for name in ports.map(|port| &port["port"]) {
+        let has = |set: &&Value| {
+            let containers = set["spec"]["template"]["spec"]["containers"].as_array().unwrap();
+            let mut ports =
+                containers.iter().flat_map(|c| c["ports"].as_array().into_iter().flatten());
+            ports.any(|port| &port["name"] == name)
+        };
+        assert!(selected.iter().all(has), "no port {name} for {object}");
     }
 }
 

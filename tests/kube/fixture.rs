@@ -84,6 +84,11 @@ impl Controller {
         self.task.await.unwrap().unwrap();
     }
 
+    /// Returns its metrics.
+    pub(crate) fn metrics(&self) -> String {
+        get(self.port, "/metrics")
+    }
+
     /// Returns how often it has looked at an object.
     pub(crate) fn syncs(&self) -> u64 {
         self.sum("cleat_controller_syncs_total{")
@@ -100,7 +105,7 @@ impl Controller {
     }
 
     fn sum(&self, metric: &str) -> u64 {
-        let text = get(self.port, "/metrics");
+        let text = self.metrics();
         let counts = text.lines().filter(|line| line.starts_with(metric));
         counts.map(|line| line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()).sum()
     }

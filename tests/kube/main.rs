@@ -27,6 +27,7 @@ mod fights;
 mod fixture;
 mod kubectl;
 mod leader;
+mod monitoring;
 mod node;
 mod proxy;
 mod rbd;

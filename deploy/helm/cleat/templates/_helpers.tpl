@@ -34,12 +34,15 @@ volumeMounts:
 {{- define "cleat.config" -}}
 {{- $config := dict
     "workers" (dict "cgroup" "/sys/fs/cgroup/cleat-workers" "upgrade_at_start" true)
-    "metrics" (dict "listen" (printf "127.0.0.1:%d" (int .Values.node.metricsPort)))
+    "metrics" (dict "listen" (printf "%s:%d" (ternary "0.0.0.0" "127.0.0.1" .Values.monitoring.enabled) (int .Values.node.metricsPort)))
     "csi" (dict "enabled" true "controller" true "grants" .Values.grants
         "clusters" "/etc/ceph/clusters.json" "directories" .Values.directories)
 }}
 {{- if ne .Values.kubeletDirectory "/var/lib/kubelet" }}
 {{- $_ := set $config.csi "kubelet_dir" .Values.kubeletDirectory }}
+{{- end }}
+{{- if .Values.monitoring.enabled }}
+{{- $_ := set $config.metrics "allow_remote" true }}
 {{- end }}
 {{- with .Values.node.logLevel }}
 {{- $_ := set $config "log" (dict "level" .) }}
