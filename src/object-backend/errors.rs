@@ -43,6 +43,10 @@ pub(crate) fn failed(name: &str, failure: Failure) -> Error {
             format!("{name} was written by another build"),
             "use the build of cleat that has written the volume",
         ),
+        Failure::NoSnapshot => {
+            return Error::new(ErrorKind::NotFound, format!("{name}: the snapshot does not exist"))
+                .with_repair("cleat volume snapshot ls shows the snapshots");
+        }
         Failure::Invalid(why) => {
             return Error::new(ErrorKind::InvalidArgument, format!("{name}: {why}"));
         }

@@ -31,15 +31,17 @@ mod history;
 mod log;
 mod page;
 mod reader;
+mod snapshot;
 #[cfg(test)]
 mod tests;
 
-pub use checkpoint::{Checkpoint, MAX_SNAPSHOTS, Snapshot};
+pub use checkpoint::Checkpoint;
 pub use description::{Description, PAGE_BYTES};
 pub use history::{History, MAX_CUTS};
 pub use log::{Extent, LogObject, MAX_DATA_BYTES, MAX_EXTENT_BYTES, MAX_RECORDS, Record, Source};
 pub use page::{Entry, Index, Leaf, MAX_CHILDREN, MAX_ENTRIES, PageId, Usage, Used};
 pub use reader::{Damage, MAX_NAME_BYTES};
+pub use snapshot::{MAX_SNAPSHOTS, Snapshot};
 
 use crate::name::{Nonce, VolumeId};
 use reader::{Reader, Writer};

@@ -22,6 +22,8 @@ pub mod name;
 mod rules;
 #[cfg(test)]
 mod simulation;
+#[cfg(test)]
+mod snapshot_tests;
 pub mod store;
 #[cfg(test)]
 mod tests;

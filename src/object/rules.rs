@@ -26,6 +26,18 @@ pub(crate) enum Rule {
     Base,
     /// (13) A relocation applies only to bytes that lie at the old place.
     Conditional,
+    /// (15) A snapshot needs the slots above the checkpoint from which its history starts.
+    Tail,
+    /// (15) A snapshot needs the data that its map refers to.
+    KeepSnapshots,
+    /// (16) The history of a snapshot starts from the newest base before it in the log.
+    SnapshotBase,
+    /// (17) A base record considers all snapshots that precede it.
+    LaterSnapshots,
+    /// (18) A deleted snapshot is needed until a checkpoint covers the deletion.
+    DeletedSnapshots,
+    /// (16) The history of a snapshot passes no roll-back.
+    AfterRollBack,
 }
 
 /// Returns whether a rule applies: always, except in tests that leave one out.

@@ -34,7 +34,7 @@ const SEEDS: Range<u64> = 0..4_000;
 /// Seeds that have found a defect: a sweep deleted a page that a checkpoint in progress had replaced.
 const REGRESSIONS: &[u64] = &[5631];
 
-/// The seeds that must find each rule that is left out. The rarest violation takes about 500.
+/// The seeds that must find each rule that is left out. The rarest violation takes about 1,400.
 const RULE_SEEDS: Range<u64> = 0..5_000;
 
 /// The steps of a run, and the steps that a check at the end may take.
@@ -228,6 +228,11 @@ async fn check(actor: &Actor) -> Result<(), Failure> {
         volume.flush().await?;
         let found = actor::read_all(&volume).await?;
         actor.oracle.lock().unwrap().read(epoch, 0, &found);
+        for snapshot in volume.snapshots() {
+            let view = volume.view_snapshot(snapshot.id, actor.config.clone()).await?;
+            let found = actor::read_all(&view).await?;
+            actor.oracle.lock().unwrap().read_snapshot(epoch, &snapshot.name, &found);
+        }
         Ok(())
     };
     let parts: Vec<crate::store::Pending<'_, Result<(), Failure>>> =
@@ -242,6 +247,8 @@ struct Done {
     flushes: u64,
     puts: u64,
     nodes: usize,
+    snapshots_read: u64,
+    roll_backs: u64,
 }
 
 /// Runs one seed. Returns the violation, if there is one.
@@ -269,8 +276,14 @@ fn run(seed: u64, is_traced: bool) -> Result<Done, String> {
     let violation = violation.or_else(|| world.check_at_the_end()).or_else(|| world.violation());
     match violation {
         None => {
-            let flushes = world.oracle.lock().unwrap().flushes;
-            Ok(Done { flushes, puts: world.cloud().puts, nodes: world.started })
+            let oracle = world.oracle.lock().unwrap();
+            Ok(Done {
+                flushes: oracle.flushes,
+                puts: world.cloud().puts,
+                nodes: world.started,
+                snapshots_read: oracle.snapshots_read,
+                roll_backs: oracle.roll_backs,
+            })
         }
         Some(text) => {
             let trace = world.cloud().trace.take().unwrap_or_default();
@@ -303,6 +316,8 @@ fn every_seed_keeps_the_contract() {
                 sum.flushes += done.flushes;
                 sum.puts += done.puts;
                 sum.nodes += done.nodes;
+                sum.snapshots_read += done.snapshots_read;
+                sum.roll_backs += done.roll_backs;
             }
             Err(_) => panic!(
                 "seed {seed}: {}\nCLEAT_SIM_SEED={seed} repeats it",
@@ -314,17 +329,22 @@ fn every_seed_keeps_the_contract() {
         let runs = seeds.end - seeds.start;
         assert!(sum.flushes > runs && sum.nodes as u64 > runs * 2, "{} flushes", sum.flushes);
         assert!(sum.puts > runs * 10, "{} puts", sum.puts);
+        let (read, rolled) = (sum.snapshots_read, sum.roll_backs);
+        assert!(read > runs && rolled > runs / 10, "{read} snapshots, {rolled} roll-backs");
     }
 }
 
 #[test]
 fn every_rule_is_needed() {
     use Rule::{
-        Base, Claim, Commit, Conditional, Contiguous, KeepSeals, Nonce, Rebase, Recheck, Seal,
+        AfterRollBack, Base, Claim, Commit, Conditional, Contiguous, DeletedSnapshots, KeepSeals,
+        KeepSnapshots, LaterSnapshots, Nonce, Rebase, Recheck, Seal, SnapshotBase, Tail,
     };
-    for rule in
-        [Seal, Nonce, Commit, Claim, Contiguous, Conditional, Recheck, Base, Rebase, KeepSeals]
-    {
+    let log =
+        [Seal, Nonce, Commit, Claim, Contiguous, Conditional, Recheck, Base, Rebase, KeepSeals];
+    let snapshots =
+        [Tail, KeepSnapshots, SnapshotBase, LaterSnapshots, DeletedSnapshots, AfterRollBack];
+    for rule in log.into_iter().chain(snapshots) {
         let is_missed =
             without(Some(rule), || RULE_SEEDS.into_iter().any(|seed| run(seed, false).is_err()));
         assert!(is_missed, "no seed finds that rule {rule:?} is left out");

@@ -18,14 +18,14 @@ use crate::volume::{Config, Failure, Newest, Place, Volume, race};
 
 /// A store in memory that counts its operations.
 #[derive(Default)]
-struct Memory {
-    objects: Mutex<BTreeMap<String, Vec<u8>>>,
+pub(crate) struct Memory {
+    pub(crate) objects: Mutex<BTreeMap<String, Vec<u8>>>,
     operations: AtomicU64,
     log_puts: AtomicU64,
 }
 
 impl Memory {
-    fn count(&self) -> u64 {
+    pub(crate) fn count(&self) -> u64 {
         self.operations.load(Ordering::Relaxed)
     }
 
@@ -91,7 +91,7 @@ impl Wake for Unpark {
 }
 
 /// Runs a future on this thread.
-fn block_on<T>(future: impl Future<Output = T>) -> T {
+pub(crate) fn block_on<T>(future: impl Future<Output = T>) -> T {
     let waker = Waker::from(Arc::new(Unpark(thread::current())));
     let mut future = pin!(future);
     loop {
@@ -103,7 +103,7 @@ fn block_on<T>(future: impl Future<Output = T>) -> T {
 }
 
 /// Runs a future beside the work of the volume.
-fn with_volume<T: Send>(
+pub(crate) fn with_volume<T: Send>(
     volume: &Volume,
     future: impl Future<Output = Result<T, Failure>> + Send,
 ) -> Result<T, Failure> {
@@ -116,21 +116,21 @@ fn description(size: u64, page_bytes: u32) -> Description {
     Description { volume: VolumeId([1; 16]), nonce: Nonce([2; 16]), size, page_bytes }
 }
 
-fn create(store: &Arc<dyn Store>, size: u64) {
+pub(crate) fn create(store: &Arc<dyn Store>, size: u64) {
     block_on(Volume::create(Arc::clone(store), &description(size, 1 << 20))).unwrap();
 }
 
-fn open(store: &Arc<dyn Store>, nonce: u8, config: Config) -> Result<Volume, Failure> {
+pub(crate) fn open(store: &Arc<dyn Store>, nonce: u8, config: Config) -> Result<Volume, Failure> {
     block_on(Volume::open(Arc::clone(store), Nonce([nonce; 16]), "node", config))
 }
 
 /// Writes one sector, and flushes it, in one object.
-async fn put(volume: &Volume, offset: u64, byte: u8) -> Result<(), Failure> {
+pub(crate) async fn put(volume: &Volume, offset: u64, byte: u8) -> Result<(), Failure> {
     volume.write(offset, &[byte; 512]).await?;
     volume.flush().await
 }
 
-async fn byte_at(volume: &Volume, offset: u64) -> Result<u8, Failure> {
+pub(crate) async fn byte_at(volume: &Volume, offset: u64) -> Result<u8, Failure> {
     let mut data = [0xff; 512];
     volume.read(offset, &mut data).await?;
     assert_eq!(data, [data[0]; 512]);
@@ -345,7 +345,7 @@ fn a_volume_grows_and_keeps_its_size_after_a_crash_and_a_checkpoint() {
 }
 
 /// Lets the work in the background take a step.
-async fn yield_once() {
+pub(crate) async fn yield_once() {
     let mut is_second = false;
     std::future::poll_fn(|context| {
         context.waker().wake_by_ref();

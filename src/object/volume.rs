@@ -14,8 +14,12 @@ mod collect;
 mod extents;
 mod opening;
 mod place;
+mod recovery;
 mod request;
 mod shared;
+mod snapshot_requests;
+mod snapshots;
+mod sweep;
 mod table;
 mod tail;
 mod tasks;
@@ -30,11 +34,10 @@ use std::sync::Arc;
 pub use access::Failure;
 pub use place::{Newest, Place};
 
-use crate::codec::{Checkpoint, Description, LogObject, MAX_DATA_BYTES, MAX_MAP_PAGES, Usage};
-use crate::name::{Name, Nonce, Position};
+use crate::codec::{Description, MAX_DATA_BYTES, MAX_MAP_PAGES, Snapshot};
+use crate::name::{Name, Nonce, SnapshotId};
 use crate::store::Store;
 use access::{Access, Put};
-use opening::Opened;
 use request::SECTOR_BYTES;
 use shared::Shared;
 use tasks::Part;
@@ -173,8 +176,8 @@ impl Volume {
         Status {
             epoch: self.0.epoch,
             objects: state.usage.len(),
-            live_bytes: state.usage.live(),
-            space_bytes: state.usage.weight(),
+            live_bytes: state.usage.all().live,
+            space_bytes: state.usage.all().space,
             map_bytes: state.map.bytes(),
             tail_bytes: state.tail.bytes(),
             checkpoints: state.checkpoints.count,
@@ -244,6 +247,53 @@ impl Volume {
         self.0.extents(range, limit).await
     }
 
+    /// The snapshots of the volume, the oldest first.
+    pub fn snapshots(&self) -> Vec<Snapshot> {
+        self.0.snapshots()
+    }
+
+    /// Takes a snapshot of everything that was written before the call, with one record in the log. It is durable
+    /// when the call returns. `created_at_s` is the time in seconds since 1970, for people. Waits while a checkpoint is
+    /// in progress, and after a roll-back for the first one.
+    ///
+    /// # Errors
+    /// Returns an error if the name is too long or that of another snapshot, if there are too many snapshots, or if the
+    /// volume has failed.
+    pub async fn take_snapshot(
+        &self,
+        name: &str,
+        created_at_s: u64,
+    ) -> Result<SnapshotId, Failure> {
+        self.0.take_snapshot(name, created_at_s).await
+    }
+
+    /// Deletes a snapshot. The deletion is durable when the call returns; the space is freed later.
+    ///
+    /// # Errors
+    /// Returns an error if there is no such snapshot, or if the volume has failed.
+    pub async fn delete_snapshot(&self, id: SnapshotId) -> Result<(), Failure> {
+        self.0.delete_snapshot(id).await
+    }
+
+    /// Gives the volume the content and the size of a snapshot. The change is durable when the call returns. No other
+    /// request may run meanwhile.
+    ///
+    /// # Errors
+    /// As [`Volume::delete_snapshot`]; also if an object is lost or damaged.
+    pub async fn roll_back(&self, id: SnapshotId) -> Result<(), Failure> {
+        self.0.roll_back(id).await
+    }
+
+    /// Returns the content of a snapshot, to read it. Reads return [`Failure::Lost`] some time after the snapshot was
+    /// deleted. Must not be run, written or flushed.
+    ///
+    /// # Errors
+    /// As [`Volume::roll_back`].
+    pub async fn view_snapshot(&self, id: SnapshotId, mut config: Config) -> Result<Self, Failure> {
+        config.clamp();
+        self.0.view_snapshot(id, config).await.map(|shared| Self(Arc::new(shared)))
+    }
+
     /// Looks whether another opener has claimed a later epoch. If so, the volume has failed from then on: the
     /// opener fences this one, or is about to.
     ///
@@ -306,64 +356,4 @@ impl Volume {
         parts.push(Box::pin(shared.collect()));
         race(parts).await
     }
-}
-
-/// Loads the checkpoint from which a history starts, and replays the slots above it.
-async fn recover(
-    access: Access,
-    config: Config,
-    description: &Description,
-    mut opened: Opened,
-) -> Result<Volume, Failure> {
-    let mut usage = usage::Table::new(config.object_bytes);
-    let (mut root, mut size) = (Vec::new(), description.size);
-    if let Some(at) = opened.history.base {
-        let (name, identity) = (Name::Checkpoint(at), access.identity(at.epoch, at.slot));
-        let found = access.decode(name, |bytes| Checkpoint::decode(identity, bytes)).await?;
-        let checkpoint = found.ok_or(Failure::Lost(name))?;
-        if !checkpoint.snapshots.is_empty() {
-            return Err(Failure::Unsupported("snapshots"));
-        }
-        size = checkpoint.size;
-        for id in checkpoint.usage.iter().flatten() {
-            let name = Name::Page { epoch: id.epoch, number: id.number };
-            let identity = access.identity(id.epoch, id.number);
-            let page = access.decode(name, |bytes| Usage::decode(identity, bytes)).await?;
-            usage.load(*id, &page.ok_or(Failure::Lost(name))?);
-        }
-        root = checkpoint.index;
-    }
-    let page_bytes = u64::from(description.page_bytes);
-    let map = table::Table::new(root, size.div_ceil(page_bytes), config.map_bytes);
-    let shared = Shared::new(access, config, opened.epoch, (size, page_bytes), (map, usage));
-    let base = opened.history.base;
-    for cut in opened.history.cuts.clone() {
-        let from = base.filter(|base| base.epoch == cut.epoch).map_or(0, |base| base.slot + 1);
-        for slot in from..cut.slot {
-            replay(&shared, Position { epoch: cut.epoch, slot }, &mut opened).await?;
-        }
-    }
-    {
-        // The first checkpoint permits to delete what earlier writers have left.
-        let mut state = shared.lock();
-        let is_second = opened.epoch > 1;
-        (state.checkpoints.wanted, state.checkpoints.new_slots) = (is_second, is_second.into());
-        // The own first slot has nothing but the open record.
-        state.usage.add(shared.position(0), 0);
-    }
-    Ok(Volume(Arc::new(shared)))
-}
-
-async fn replay(shared: &Shared, at: Position, opened: &mut Opened) -> Result<(), Failure> {
-    let name = Name::Slot(at);
-    let identity = shared.access.identity(at.epoch, at.slot);
-    let object = match opened.kept.take(at) {
-        Some(object) => object,
-        None => {
-            let decode = |bytes: &[u8]| LogObject::decode(identity, bytes);
-            shared.access.decode(name, decode).await?.ok_or(Failure::Lost(name))?
-        }
-    };
-    let header_bytes = u32::try_from(object.encode().len()).unwrap_or(u32::MAX);
-    shared.apply_slot(at, header_bytes, &object.records).await
 }

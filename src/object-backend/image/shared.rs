@@ -110,7 +110,7 @@ impl Shared {
                     *broken = Some(reason);
                 }
             }
-            Failure::Store { .. } | Failure::Invalid(_) => {}
+            Failure::Store { .. } | Failure::NoSnapshot | Failure::Invalid(_) => {}
         }
     }
 

@@ -1,33 +1,14 @@
 //! Checkpoints: the volume after a slot, as the names of its map pages, and what else a replay of the history
 //! up to there would give.
 
-use super::history::{History, decode_position, decode_snapshot, encode_position, encode_snapshot};
 use super::page::{PageId, decode_pages, encode_pages};
 use super::reader::Writer;
+use super::snapshot::{MAX_SNAPSHOTS, SNAPSHOT_BYTES, Snapshot};
 use super::{Damage, Identity, Kind, exact, open, seal};
-use crate::name::{Nonce, Position, SnapshotId};
-
-/// The maximum number of snapshots of a volume.
-pub const MAX_SNAPSHOTS: usize = 1024;
+use crate::name::Nonce;
 
 /// The maximum number of pages of the index or of the usage.
 pub(super) const MAX_PAGES: usize = 64 << 10;
-
-/// The length of the shortest encoded snapshot in bytes.
-const SNAPSHOT_BYTES: usize = 42;
-
-/// A snapshot that exists.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Snapshot {
-    /// The identity.
-    pub id: SnapshotId,
-    /// The slot of the record that has created it, and the number of the record in the slot.
-    pub at: (Position, u32),
-    /// The name, at most [`super::MAX_NAME_BYTES`] bytes.
-    pub name: String,
-    /// What its content is computed from; the last cut is limited by `at`.
-    pub history: History,
-}
 
 /// A checkpoint: the volume after all records up to and including the slot in its name.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -58,13 +39,7 @@ impl Checkpoint {
         encode_pages(&mut body, &self.index);
         encode_pages(&mut body, &self.usage);
         body.length(self.snapshots.len());
-        for snapshot in &self.snapshots {
-            encode_snapshot(&mut body, snapshot.id);
-            encode_position(&mut body, snapshot.at.0);
-            body.u32(snapshot.at.1);
-            body.text(&snapshot.name);
-            snapshot.history.encode(&mut body);
-        }
+        self.snapshots.iter().for_each(|snapshot| snapshot.encode(&mut body));
         seal(Kind::Checkpoint, self.identity, self.nonce, body)
     }
 
@@ -80,12 +55,7 @@ impl Checkpoint {
         let count = body.count(SNAPSHOT_BYTES, MAX_SNAPSHOTS)?;
         let mut snapshots: Vec<Snapshot> = Vec::with_capacity(count);
         for _ in 0..count {
-            let snapshot = Snapshot {
-                id: decode_snapshot(&mut body)?,
-                at: (decode_position(&mut body)?, body.u32()?),
-                name: body.text()?,
-                history: History::decode(&mut body)?,
-            };
+            let snapshot = Snapshot::decode(&mut body)?;
             if snapshots.last().is_some_and(|before| before.at >= snapshot.at) {
                 return Err(Damage::Field("order of snapshots"));
             }

@@ -11,6 +11,7 @@
 
 use super::history::{History, decode_position, decode_snapshot, encode_position, encode_snapshot};
 use super::reader::{Reader, Writer};
+use super::snapshot::Snapshot;
 use super::{Damage, Identity, Kind, MAX_HEADER_BYTES, open, seal};
 use crate::name::{Nonce, Position, SnapshotId};
 
@@ -97,9 +98,8 @@ pub enum Record {
     Base(Position),
     /// The first record of an epoch: it commits the take-over. Contains what precedes the epoch.
     Open(History),
-    /// A snapshot of all records before this one. Its history starts at the newest checkpoint that an
-    /// `Open` or `Base` before this record names.
-    Snapshot(SnapshotId, String),
+    /// A snapshot of all records before this one.
+    Snapshot(Snapshot),
     /// The snapshot no longer exists.
     DeleteSnapshot(SnapshotId),
     /// The volume has the content of the snapshot.
@@ -218,10 +218,9 @@ impl Record {
                 to.u8(6);
                 history.encode(to);
             }
-            Self::Snapshot(id, name) => {
+            Self::Snapshot(snapshot) => {
                 to.u8(7);
-                encode_snapshot(to, *id);
-                to.text(name);
+                snapshot.encode(to);
             }
             Self::DeleteSnapshot(id) => {
                 to.u8(8);
@@ -259,7 +258,7 @@ impl Record {
             }
             5 => Self::Base(decode_position(from)?),
             6 => Self::Open(History::decode(from)?),
-            7 => Self::Snapshot(decode_snapshot(from)?, from.text()?),
+            7 => Self::Snapshot(Snapshot::decode(from)?),
             8 => Self::DeleteSnapshot(decode_snapshot(from)?),
             9 => Self::RollBack(decode_snapshot(from)?),
             10 => Self::Resize(from.u64()?),

@@ -45,6 +45,16 @@ fn history() -> impl Strategy<Value = History> {
     })
 }
 
+/// A snapshot in an epoch that follows those of its history.
+fn snapshot() -> impl Strategy<Value = Snapshot> {
+    (snapshot_id(), 1..100_u64, any::<u32>(), "\\PC{0,40}", any::<[u64; 3]>(), history()).prop_map(
+        |(id, slot, record, name, [created_at_s, size, next_page], history)| {
+            let at = (Position { epoch: 100, slot }, record);
+            Snapshot { id, at, name, created_at_s, size, next_page, history }
+        },
+    )
+}
+
 fn record() -> impl Strategy<Value = Record> {
     let range = (0..u64::MAX >> 1, 1..u64::MAX >> 1);
     let source = (position(), 0_u32..15 << 20).prop_map(|(object, at)| Source { object, at });
@@ -55,7 +65,7 @@ fn record() -> impl Strategy<Value = Record> {
         (extent(), source).prop_map(|(extent, source)| Record::Move(extent, source)),
         position().prop_map(Record::Base),
         history().prop_map(Record::Open),
-        (snapshot_id(), "\\PC{0,40}").prop_map(|(id, name)| Record::Snapshot(id, name)),
+        snapshot().prop_map(Record::Snapshot),
         snapshot_id().prop_map(Record::DeleteSnapshot),
         snapshot_id().prop_map(Record::RollBack),
         any::<u64>().prop_map(Record::Resize),
@@ -113,16 +123,13 @@ fn usage() -> impl Strategy<Value = Usage> {
 
 fn checkpoint() -> impl Strategy<Value = Checkpoint> {
     let pages = || vec(page_id(), 0..20);
-    let snapshot = (snapshot_id(), 0..100_u64, any::<u32>(), "\\PC{0,20}", history());
-    (identity(), nonce(), any::<[u64; 2]>(), pages(), pages(), vec(snapshot, 0..5)).prop_map(
-        |(identity, nonce, [size, next_page], index, usage, snapshots)| {
-            let mut slot = 0;
-            let snapshots = snapshots.into_iter().map(|(id, step, record, name, history)| {
-                slot += step + 1;
-                let at = (Position { epoch: 1, slot }, record);
-                Snapshot { id, at, name, history }
-            });
-            let snapshots = snapshots.collect();
+    (identity(), nonce(), any::<[u64; 2]>(), pages(), pages(), vec(snapshot(), 0..5)).prop_map(
+        |(identity, nonce, [size, next_page], index, usage, mut snapshots)| {
+            let mut last = 0;
+            for snapshot in &mut snapshots {
+                last += snapshot.at.0.slot;
+                snapshot.at.0.slot = last;
+            }
             Checkpoint { identity, nonce, size, next_page, index, usage, snapshots }
         },
     )
@@ -283,7 +290,15 @@ fn the_shortest_items_are_decoded() {
     assert_eq!(LogObject::decode(identity, &object.encode()), Ok(object));
     let id = SnapshotId { epoch: 1, number: 0 };
     let at = (Position { epoch: 1, slot: 0 }, 0);
-    let snapshots = vec![Snapshot { id, at, name: String::new(), history }];
+    let snapshots = vec![Snapshot {
+        id,
+        at,
+        name: String::new(),
+        created_at_s: 0,
+        size: 0,
+        next_page: 0,
+        history,
+    }];
     let (index, usage) = (Vec::new(), Vec::new());
     let checkpoint = Checkpoint { identity, nonce, size: 0, next_page: 0, index, usage, snapshots };
     assert_eq!(Checkpoint::decode(identity, &checkpoint.encode()), Ok(checkpoint));

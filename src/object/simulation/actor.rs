@@ -1,8 +1,9 @@
 //! A node that opens the volume, writes, reads and flushes until it is fenced or ended.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::oracle::{Image, Oracle, SECTORS};
+use super::oracle::{Change, Content, Image, Oracle, SECTORS};
 use super::random::Random;
 use super::store::Client;
 use crate::name::Nonce;
@@ -14,6 +15,9 @@ pub(super) const SECTOR: usize = 512;
 
 /// The sectors of a map page.
 const PAGE_SECTORS: usize = 8;
+
+/// The snapshots that a node keeps at most.
+const MAX_SNAPSHOTS: usize = 4;
 
 /// A node.
 #[derive(Clone)]
@@ -63,9 +67,14 @@ impl Actor {
         let config = self.config.clone();
         let volume = Volume::open(store, Nonce(nonce), "node", config).await?;
         let image = read_all(&volume).await?;
+        let mut snapshots = BTreeMap::new();
+        for snapshot in volume.snapshots() {
+            let view = volume.view_snapshot(snapshot.id, self.config.clone()).await?;
+            snapshots.insert(snapshot.name, read_all(&view).await?);
+        }
         let epoch = volume.status().epoch;
         self.note(|| format!("open in epoch {epoch}"));
-        self.oracle().opened(epoch, image);
+        self.oracle().opened(epoch, Content { image, snapshots });
         Ok((volume, epoch))
     }
 
@@ -85,7 +94,7 @@ impl Actor {
 
     async fn work(&self, volume: &Volume, epoch: u64) -> Failure {
         loop {
-            let done = match self.random(12) {
+            let done = match self.random(14) {
                 0..6 => self.write(volume, epoch).await,
                 6 => self.zero(volume, epoch, true).await,
                 7 => self.zero(volume, epoch, false).await,
@@ -93,6 +102,7 @@ impl Actor {
                     volume.request_checkpoint();
                     Ok(())
                 }
+                12 => self.change_snapshots(volume, epoch).await,
                 _ => self.read(volume, epoch).await,
             };
             match done {
@@ -125,6 +135,37 @@ impl Actor {
         }
     }
 
+    /// Takes, deletes or reads a snapshot, or rolls the volume back.
+    async fn change_snapshots(&self, volume: &Volume, epoch: u64) -> Result<(), Failure> {
+        let snapshots = volume.snapshots();
+        let what = self.random(8);
+        if snapshots.is_empty() || what < 3 && snapshots.len() < MAX_SNAPSHOTS {
+            let name = self.oracle().take(epoch);
+            self.note(|| format!("takes snapshot {name}"));
+            return volume.take_snapshot(&name, 0).await.map(|_| ());
+        }
+        let chosen = &snapshots[self.index(snapshots.len())];
+        let name = chosen.name.clone();
+        match what {
+            0..5 => {
+                self.note(|| format!("deletes snapshot {name}"));
+                self.oracle().change(epoch, Change::Delete(name));
+                volume.delete_snapshot(chosen.id).await
+            }
+            5 => {
+                self.note(|| format!("rolls back to {name}"));
+                self.oracle().change(epoch, Change::RollBack(name));
+                volume.roll_back(chosen.id).await
+            }
+            _ => {
+                let view = volume.view_snapshot(chosen.id, self.config.clone()).await?;
+                let found = read_all(&view).await?;
+                self.oracle().read_snapshot(epoch, &name, &found);
+                Ok(())
+            }
+        }
+    }
+
     async fn read(&self, volume: &Volume, epoch: u64) -> Result<(), Failure> {
         let first = self.index(SECTORS);
         let count = 1 + self.index((SECTORS - first).min(20));
@@ -138,12 +179,12 @@ impl Actor {
         loop {
             self.pause().await;
             self.client.back_off(1).await;
-            // The last write may be in progress; a flush covers only completed ones.
-            let count = self.oracle().written(epoch).saturating_sub(1);
+            // The last change may be in progress; a flush covers only completed ones.
+            let count = self.oracle().changes(epoch).saturating_sub(1);
             if let Err(failure) = volume.flush().await {
                 return failure;
             }
-            self.note(|| format!("has {count} writes acknowledged"));
+            self.note(|| format!("has {count} changes acknowledged"));
             self.oracle().acknowledged(epoch, count);
         }
     }

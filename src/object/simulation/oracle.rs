@@ -8,27 +8,44 @@ pub(super) const SECTORS: usize = 96;
 /// The content of each sector: the stamp of the write that it has, 0 for zeroes.
 pub(super) type Image = [u64; SECTORS];
 
-/// A write of one stamp to a range of sectors; stamp 0 makes them zero.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Write {
-    pub(super) begin: usize,
-    pub(super) end: usize,
-    pub(super) stamp: u64,
+/// The volume and its snapshots, by their names.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Content {
+    pub(super) image: Image,
+    pub(super) snapshots: BTreeMap<String, Image>,
 }
 
-impl Write {
-    fn apply(self, image: &mut Image) {
-        image[self.begin..self.end].fill(self.stamp);
+/// A change of the volume.
+#[derive(Debug, Clone)]
+pub(super) enum Change {
+    /// A write of one stamp to a range of sectors; stamp 0 makes them zero.
+    Write { begin: usize, end: usize, stamp: u64 },
+    /// A snapshot is taken.
+    Take(String),
+    /// A snapshot is deleted.
+    Delete(String),
+    /// The volume gets the content of a snapshot.
+    RollBack(String),
+}
+
+impl Change {
+    fn apply(&self, to: &mut Content) {
+        match self {
+            Self::Write { begin, end, stamp } => to.image[*begin..*end].fill(*stamp),
+            Self::Take(name) => drop(to.snapshots.insert(name.clone(), to.image)),
+            Self::Delete(name) => drop(to.snapshots.remove(name)),
+            Self::RollBack(name) => to.image = to.snapshots[name],
+        }
     }
 }
 
 struct Writer {
-    initial: Image,
-    writes: Vec<Write>,
-    current: Image,
-    /// The writes that were acknowledged as durable.
+    initial: Content,
+    changes: Vec<Change>,
+    current: Content,
+    /// The changes that were acknowledged as durable.
     acknowledged: usize,
-    /// The writes that the next opener has found.
+    /// The changes that the next opener has found.
     cut: Option<usize>,
 }
 
@@ -38,6 +55,9 @@ pub(super) struct Oracle {
     writers: BTreeMap<u64, Writer>,
     pub(super) violation: Option<String>,
     pub(super) flushes: u64,
+    /// The snapshots whose content was read, and the roll-backs.
+    pub(super) snapshots_read: u64,
+    pub(super) roll_backs: u64,
     stamp: u64,
 }
 
@@ -46,23 +66,24 @@ impl Oracle {
         self.violation.get_or_insert(text);
     }
 
-    /// The writer of `epoch` has opened the volume and has read `image`.
-    pub(super) fn opened(&mut self, epoch: u64, image: Image) {
+    /// The writer of `epoch` has opened the volume and has read `content`.
+    pub(super) fn opened(&mut self, epoch: u64, content: Content) {
+        self.snapshots_read += content.snapshots.len() as u64;
         if self.writers.contains_key(&epoch) {
             return self.violate(format!("epoch {epoch} has two writers"));
         }
         let later = self.writers.range(epoch..).next();
-        if later.is_some_and(|(_, later)| later.initial != image) {
+        if later.is_some_and(|(_, later)| later.initial != content) {
             let text = format!("epoch {epoch} and a later one have different histories");
             return self.violate(text);
         }
         let cut = later.map(|_| 0);
         if let Some((before, parent)) = self.writers.range_mut(..epoch).next_back() {
-            let mut content = parent.initial;
-            let mut found = (content == image).then_some(0);
-            for (number, write) in parent.writes.iter().enumerate() {
-                write.apply(&mut content);
-                if content == image {
+            let mut past = parent.initial.clone();
+            let mut found = (past == content).then_some(0);
+            for (number, change) in parent.changes.iter().enumerate() {
+                change.apply(&mut past);
+                if past == content {
                     found = Some(number + 1);
                 }
             }
@@ -72,20 +93,21 @@ impl Oracle {
                     parent.cut.get_or_insert(found);
                     if found < acknowledged {
                         self.violate(format!(
-                            "epoch {epoch} has {found} writes of epoch {before}, \
+                            "epoch {epoch} has {found} changes of epoch {before}, \
                              and {acknowledged} were acknowledged"
                         ));
                     }
                 }
                 None => self.violate(format!(
-                    "the volume of epoch {epoch} is no prefix of the writes of epoch {before}"
+                    "the volume of epoch {epoch} is no prefix of the changes of epoch {before}"
                 )),
             }
-        } else if image != [0; SECTORS] {
+        } else if content.image != [0; SECTORS] || !content.snapshots.is_empty() {
             self.violate(format!("the volume of epoch {epoch} is not empty"));
         }
+        let current = content.clone();
         let writer =
-            Writer { initial: image, writes: Vec::new(), current: image, acknowledged: 0, cut };
+            Writer { initial: content, changes: Vec::new(), current, acknowledged: 0, cut };
         self.writers.insert(epoch, writer);
     }
 
@@ -93,26 +115,39 @@ impl Oracle {
     pub(super) fn begin(&mut self, epoch: u64, begin: usize, end: usize, is_zero: bool) -> u64 {
         self.stamp += 1;
         let stamp = if is_zero { 0 } else { self.stamp };
-        if let Some(writer) = self.writers.get_mut(&epoch) {
-            let write = Write { begin, end, stamp };
-            writer.writes.push(write);
-            write.apply(&mut writer.current);
-        }
+        self.change(epoch, Change::Write { begin, end, stamp });
         stamp
     }
 
-    /// The writes that the writer has begun.
-    pub(super) fn written(&self, epoch: u64) -> usize {
-        self.writers.get(&epoch).map_or(0, |writer| writer.writes.len())
+    /// The writer begins to take a snapshot. Returns its name, which no other one has.
+    pub(super) fn take(&mut self, epoch: u64) -> String {
+        self.stamp += 1;
+        let name = self.stamp.to_string();
+        self.change(epoch, Change::Take(name.clone()));
+        name
     }
 
-    /// A flush of the first `count` writes was acknowledged.
+    /// The writer begins a change.
+    pub(super) fn change(&mut self, epoch: u64, change: Change) {
+        self.roll_backs += u64::from(matches!(change, Change::RollBack(_)));
+        if let Some(writer) = self.writers.get_mut(&epoch) {
+            change.apply(&mut writer.current);
+            writer.changes.push(change);
+        }
+    }
+
+    /// The changes that the writer has begun.
+    pub(super) fn changes(&self, epoch: u64) -> usize {
+        self.writers.get(&epoch).map_or(0, |writer| writer.changes.len())
+    }
+
+    /// A flush of the first `count` changes was acknowledged.
     pub(super) fn acknowledged(&mut self, epoch: u64, count: usize) {
         self.flushes += 1;
         let Some(writer) = self.writers.get_mut(&epoch) else { return };
         writer.acknowledged = writer.acknowledged.max(count);
         if let Some(cut) = writer.cut.filter(|cut| *cut < count) {
-            let text = format!("epoch {epoch} acknowledges {count} writes after its cut at {cut}");
+            let text = format!("epoch {epoch} acknowledges {count} changes after its cut at {cut}");
             self.violate(text);
         }
     }
@@ -120,9 +155,21 @@ impl Oracle {
     /// The writer has read `found` from the sector `begin` on.
     pub(super) fn read(&mut self, epoch: u64, begin: usize, found: &[u64]) {
         let Some(writer) = self.writers.get(&epoch) else { return };
-        let expected = &writer.current[begin..begin + found.len()];
+        let expected = &writer.current.image[begin..begin + found.len()];
         if expected != found {
             let text = format!("epoch {epoch} reads {found:?} at sector {begin}, not {expected:?}");
+            self.violate(text);
+        }
+    }
+
+    /// The writer has read a snapshot.
+    pub(super) fn read_snapshot(&mut self, epoch: u64, name: &str, found: &Image) {
+        self.snapshots_read += 1;
+        let Some(writer) = self.writers.get(&epoch) else { return };
+        let expected = writer.current.snapshots.get(name);
+        if expected != Some(found) {
+            let text =
+                format!("epoch {epoch} reads {found:?} in snapshot {name}, not {expected:?}");
             self.violate(text);
         }
     }

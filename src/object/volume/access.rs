@@ -42,6 +42,9 @@ pub enum Failure {
     /// The volume uses a part of the format that this build cannot serve.
     #[error("the volume has {0}, which this build does not support")]
     Unsupported(&'static str),
+    /// The snapshot does not exist.
+    #[error("the snapshot does not exist")]
+    NoSnapshot,
     /// The request is invalid.
     #[error("invalid request: {0}")]
     Invalid(&'static str),

@@ -29,9 +29,9 @@ impl Shared {
                     self.clear(*offset..(offset + length).min(self.size())).await?;
                 }
                 Record::Base(_) | Record::Open(_) => {}
-                Record::Snapshot(..) | Record::DeleteSnapshot(_) | Record::RollBack(_) => {
-                    return Err(Failure::Unsupported("snapshots"));
-                }
+                Record::Snapshot(snapshot) => self.lock().snapshots.add(snapshot.clone()),
+                Record::DeleteSnapshot(id) => self.lock().snapshots.delete(*id, at),
+                Record::RollBack(id) => self.apply_roll_back(*id, at).await?,
                 Record::Resize(size) => self.resized(*size)?,
             }
             data_at += data_bytes(record);

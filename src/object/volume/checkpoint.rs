@@ -50,6 +50,8 @@ impl Shared {
                     if let Record::Base(at) = record {
                         state.garbage.permit(*at);
                         state.checkpoints.base = state.checkpoints.base.max(Some(*at));
+                        state.checkpoints.has_orphans |= state.snapshots.confirm(*at);
+                        state.limit_collection();
                     } else {
                         is_new = true;
                     }
@@ -86,20 +88,22 @@ impl Shared {
     /// Writes the changed pages and a checkpoint that covers the log up to `at`. No slot is applied meanwhile.
     async fn checkpoint(&self, at: Position) -> Result<(), Failure> {
         {
-            let checkpoints = &mut self.lock().checkpoints;
-            (checkpoints.wanted, checkpoints.new_slots) = (false, 0);
+            let mut state = self.lock();
+            (state.checkpoints.wanted, state.checkpoints.new_slots) = (false, 0);
+            state.snapshots.begin_checkpoint();
         }
         let indices = self.lock().map.dirty_indices();
         for index in indices {
-            self.write_index(index).await?;
+            self.write_index(index, at).await?;
         }
         {
             let mut state = self.lock();
-            let dead = state.usage.dead(Position { slot: at.slot + 1, ..at });
-            state.usage.remove(&dead);
+            let State { usage, snapshots, .. } = &mut *state;
+            let dead = usage.superfluous(|slot, dead| snapshots.keep_slot(slot, dead, at));
+            usage.remove(&dead);
             state.garbage.supersede(dead.into_iter().map(Name::Slot));
         }
-        self.write_usage().await?;
+        self.write_usage(at).await?;
         let root = {
             let state = self.lock();
             Checkpoint {
@@ -109,26 +113,27 @@ impl Shared {
                 next_page: state.checkpoints.next_page,
                 index: state.map.root().to_vec(),
                 usage: state.usage.pages().map(Some).collect(),
-                snapshots: Vec::new(),
+                snapshots: state.snapshots.table(at),
             }
         };
         self.put(Name::Checkpoint(at), &root.encode()).await?;
         let mut state = self.lock();
         let old = state.checkpoints.newest.replace(at).map(Name::Checkpoint);
-        state.garbage.supersede(old);
+        state.supersede(old, at);
         state.garbage.close(at);
         state.checkpoints.count += 1;
         if !applies(Rule::Base) {
             state.garbage.permit(at);
         }
         state.tail.append_base(at);
+        state.snapshots.end_checkpoint(at, root.next_page);
         state.tail.flush_wanted = true;
         state.changed();
         Ok(())
     }
 
     /// Writes the changed map pages below a page of the index, and this page.
-    async fn write_index(&self, number: u64) -> Result<(), Failure> {
+    async fn write_index(&self, number: u64, at: Position) -> Result<(), Failure> {
         let mut pages = self
             .with_map(|state| Ok(state.map.index(number)?.map(<[_]>::to_vec)))
             .await?
@@ -155,10 +160,10 @@ impl Shared {
             self.put(name(id), &page.encode()).await?;
         }
         let mut state = self.lock();
-        let at = usize::try_from(number).unwrap_or(usize::MAX);
-        old.extend(state.map.root().get(at).copied().flatten());
+        let place = usize::try_from(number).unwrap_or(usize::MAX);
+        old.extend(state.map.root().get(place).copied().flatten());
         state.map.replace(number, id, pages, &numbers);
-        state.garbage.supersede(old.into_iter().map(name));
+        state.supersede(old.into_iter().map(name), at);
         Ok(())
     }
 
@@ -174,7 +179,7 @@ impl Shared {
         Ok(Some(id))
     }
 
-    async fn write_usage(&self) -> Result<(), Failure> {
+    async fn write_usage(&self, at: Position) -> Result<(), Failure> {
         let dirty = self.lock().usage.dirty();
         let puts = dirty.into_iter().map(|(chunk, objects)| -> Part<'_, _> {
             Box::pin(async move { Ok((chunk, self.write_chunk(chunk, objects).await?)) })
@@ -182,7 +187,7 @@ impl Shared {
         for (chunk, id) in all(puts, PAGES_IN_FLIGHT).await? {
             let mut state = self.lock();
             let old = state.usage.replace(chunk, id).map(name);
-            state.garbage.supersede(old);
+            state.supersede(old, at);
         }
         Ok(())
     }

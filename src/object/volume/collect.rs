@@ -1,27 +1,24 @@
 //! The collector: it relocates what is left of sparse objects, and deletes what nothing needs.
 //!
 //! A relocation is a record of the log like any other. Deletions follow when the base record of a checkpoint
-//! that does not need the object is confirmed. Objects of earlier epochs that nothing refers to are found by
-//! listing them: the remains of writers that crashed, and puts that arrived late.
+//! that does not need the object is confirmed. `sweep` finds the rest.
 
 use std::collections::BTreeSet;
 
-use super::access::{Failure, prefix_of};
+use super::access::Failure;
 use super::request::SECTOR_BYTES;
 use super::shared::{Shared, State};
-use crate::codec::{Entry, Extent, LogObject, MAX_EXTENT_BYTES, PageId, Slot, Source};
+use super::sweep::Reach;
+use super::usage::Sum;
+use crate::codec::{Entry, Extent, LogObject, MAX_EXTENT_BYTES, Source};
 use crate::map::place_of;
 use crate::name::{Name, Position};
-use crate::rules::{Rule, applies};
-
-/// The names that one look at the map is compared with.
-const SWEPT_AT_ONCE: usize = 16 << 10;
 
 /// What the collector does next.
 enum Work {
     Delete(Name),
     Relocate(Vec<Position>),
-    Sweep,
+    Sweep(Reach),
 }
 
 /// What the collector remembers.
@@ -62,7 +59,13 @@ impl Shared {
                     deleted
                 }
                 Work::Relocate(victims) => self.relocate_all(&victims, &mut memory).await,
-                Work::Sweep => self.sweep().await,
+                Work::Sweep(reach) => {
+                    let swept = self.sweep(reach).await;
+                    if swept.is_err() && matches!(reach, Reach::Own(_)) {
+                        self.lock().checkpoints.has_orphans = true;
+                    }
+                    swept
+                }
             };
             self.lock().ended();
             match done {
@@ -89,11 +92,16 @@ impl Shared {
         if let Some(name) = state.garbage.permitted.pop_front() {
             return Some(Work::Delete(name));
         }
-        if state.checkpoints.base.is_some() && state.checkpoints.count >= memory.sweep_at {
-            memory.sweep_at = state.checkpoints.count + self.config.sweep_checkpoints;
-            return Some(Work::Sweep);
+        let checkpoints = &mut state.checkpoints;
+        let is_due = checkpoints.has_orphans || checkpoints.count >= memory.sweep_at;
+        if checkpoints.base.is_some() && is_due && !state.snapshots.is_rolled_back() {
+            memory.sweep_at = checkpoints.count + self.config.sweep_checkpoints;
+            return Some(Work::Sweep(match std::mem::take(&mut checkpoints.has_orphans) {
+                true => Reach::Own(state.snapshots.confirmed()),
+                false => Reach::Earlier,
+            }));
         }
-        let (weight, live) = (state.usage.weight(), state.usage.live());
+        let Sum { space: weight, live } = state.usage.free();
         let spare = u64::try_from(self.config.object_bytes).unwrap_or(u64::MAX);
         let limit = (live / 100).saturating_mul(self.config.max_space_percent) + spare;
         if weight <= limit {
@@ -109,7 +117,7 @@ impl Shared {
         memory.fruitless = victims.is_empty().then_some((weight + spare / 4, count));
         if victims.is_empty() {
             // What is dead already goes with the next checkpoint.
-            let is_any_dead = !state.usage.dead(end).is_empty() && state.tail.first > 1;
+            let is_any_dead = state.usage.has_dead(end) && state.tail.first > 1;
             if is_any_dead && !state.checkpoints.wanted {
                 state.checkpoints.wanted = true;
                 state.changed();
@@ -214,93 +222,5 @@ impl Shared {
         live.sort_by_key(|part| part.offset);
         live.dedup_by_key(|part| part.offset);
         Ok(live)
-    }
-
-    /// Deletes the objects of earlier epochs that the newest base does not need.
-    async fn sweep(&self) -> Result<(), Failure> {
-        for kind in ["log", "page", "ckpt"] {
-            let mut after = String::new();
-            loop {
-                let mut names = Vec::new();
-                let mut is_end = false;
-                while names.len() < SWEPT_AT_ONCE && !is_end {
-                    let some = self.access.list_some(&format!("{kind}/"), &after).await?;
-                    let own = prefix_of(kind, self.epoch);
-                    is_end = some.is_empty() || some.iter().any(|name| *name >= own);
-                    let earlier = some.into_iter().take_while(|name| *name < own);
-                    names.extend(earlier.inspect(|name| after.clone_from(name)));
-                }
-                let names = names.iter().filter_map(|text| Name::parse(text)).collect();
-                self.sweep_names(names).await?;
-                if is_end {
-                    break;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    async fn sweep_names(&self, names: Vec<Name>) -> Result<(), Failure> {
-        let mut pages: BTreeSet<(u64, u64)> = names
-            .iter()
-            .filter_map(|name| match name {
-                Name::Page { epoch, number } => Some((*epoch, *number)),
-                _ => None,
-            })
-            .collect();
-        if !pages.is_empty() {
-            self.remove_referenced(&mut pages).await?;
-        }
-        for name in names {
-            let is_needed = {
-                let state = self.lock();
-                state.garbage.is_held(name)
-                    || match name {
-                        Name::Slot(at) => state.usage.contains(at),
-                        Name::Page { epoch, number } => !pages.contains(&(epoch, number)),
-                        _ => false,
-                    }
-            };
-            if !is_needed && self.may_delete(name).await? {
-                self.access.delete(name).await?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Removes from `pages` those that the map or the usage refers to.
-    async fn remove_referenced(&self, pages: &mut BTreeSet<(u64, u64)>) -> Result<(), Failure> {
-        let remove = |pages: &mut BTreeSet<(u64, u64)>, id: &PageId| {
-            pages.remove(&(id.epoch, id.number));
-        };
-        let indices = {
-            let state = self.lock();
-            state.usage.pages().for_each(|id| remove(pages, &id));
-            state.map.root().iter().flatten().for_each(|id| remove(pages, id));
-            state.map.root().len() as u64
-        };
-        for number in 0..indices {
-            self.with_map(|state| {
-                let children = state.map.index(number)?.unwrap_or_default();
-                children.iter().flatten().for_each(|id| remove(pages, id));
-                Ok(())
-            })
-            .await?;
-        }
-        Ok(())
-    }
-
-    /// Whether an object of an earlier epoch is not a seal. It must be read for that.
-    async fn may_delete(&self, name: Name) -> Result<bool, Failure> {
-        let Name::Slot(at) = name else { return Ok(true) };
-        if !applies(Rule::KeepSeals) {
-            return Ok(true);
-        }
-        let identity = self.access.identity(at.epoch, at.slot);
-        match self.access.decode(name, |bytes| Slot::decode(identity, bytes)).await {
-            Ok(Some(Slot::Log(_))) => Ok(true),
-            Ok(_) | Err(Failure::Damaged { .. }) => Ok(false),
-            Err(failure) => Err(failure),
-        }
     }
 }

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use super::access::{Access, Failure, Put};
 use super::opening::{self, Kept};
-use super::{Config, Volume, recover};
+use super::recovery::recover;
+use super::{Config, Volume};
 use crate::codec::{Claim, Description, MAX_OWNER_BYTES, Release};
-use crate::name::{Name, Nonce};
+use crate::name::{Name, Nonce, SnapshotId};
 use crate::store::Store;
 
 /// How often a look at a volume begins again because its writer has deleted what the look was about to read.
@@ -100,7 +101,7 @@ impl Place {
             {
                 Err(Failure::Fenced)
             }
-            other => other,
+            other => other.map(|shared| Volume(Arc::new(shared))),
         }
     }
 
@@ -131,15 +132,37 @@ impl Place {
     ///
     /// # Errors
     /// Returns an error if the volume is damaged, or if the store fails.
-    pub async fn view(&self, mut config: Config) -> Result<Volume, Failure> {
+    pub async fn view(&self, config: Config) -> Result<Volume, Failure> {
+        self.look(None, config).await
+    }
+
+    /// Returns the content of a snapshot, to read it. Reads return [`Failure::Lost`] some time after the snapshot was
+    /// deleted. Must not be run, written or flushed.
+    ///
+    /// # Errors
+    /// Returns [`Failure::NoSnapshot`] if there is no such snapshot, and otherwise as [`Place::view`].
+    pub async fn view_snapshot(&self, id: SnapshotId, config: Config) -> Result<Volume, Failure> {
+        self.look(Some(id), config).await
+    }
+
+    /// Looks at the volume or a snapshot, again if the writer has deleted what the look was about to read.
+    async fn look(
+        &self,
+        snapshot: Option<SnapshotId>,
+        mut config: Config,
+    ) -> Result<Volume, Failure> {
         config.clamp();
         let mut looks = 0;
         loop {
             let opened = opening::observe(&self.access).await?;
             let access = self.access.clone();
-            match recover(access, config.clone(), &self.description, opened).await {
+            let mut found = recover(access, config.clone(), &self.description, opened).await;
+            if let (Ok(volume), Some(id)) = (&found, snapshot) {
+                found = volume.view_snapshot(id, config.clone()).await;
+            }
+            match found {
                 Err(failure) if opening::is_missing(&failure) && looks < MAX_LOOKS => looks += 1,
-                other => return other,
+                other => return other.map(|shared| Volume(Arc::new(shared))),
             }
         }
     }

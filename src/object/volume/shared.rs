@@ -8,10 +8,11 @@ use std::task::{Poll, Waker};
 
 use super::Config;
 use super::access::{Access, Failure};
+use super::snapshots::Snapshots;
 use super::table::{self, Missing};
 use super::tail::Tail;
 use super::usage;
-use crate::codec::{Index, Leaf, MAX_MAP_PAGES};
+use crate::codec::{Description, Index, Leaf, MAX_MAP_PAGES};
 use crate::name::{Name, Position};
 
 /// An open volume.
@@ -20,6 +21,7 @@ pub(super) struct Shared {
     pub(super) config: Config,
     pub(super) epoch: u64,
     pub(super) page_bytes: u64,
+    pub(super) description: Description,
     /// The size in bytes, with every change that was appended to the log.
     size: AtomicU64,
     state: Mutex<State>,
@@ -32,6 +34,7 @@ pub(super) struct State {
     pub(super) usage: usage::Table,
     pub(super) garbage: Garbage,
     pub(super) checkpoints: Checkpoints,
+    pub(super) snapshots: Snapshots,
     /// The size in bytes after the slots that were applied.
     pub(super) applied_size: u64,
     pub(super) pause: Pause,
@@ -54,6 +57,8 @@ pub(super) struct Checkpoints {
     pub(super) count: u64,
     /// The number of the next page.
     pub(super) next_page: u64,
+    /// Pages and checkpoints of this epoch may be superfluous that no checkpoint has replaced.
+    pub(super) has_orphans: bool,
 }
 
 /// Whether the work in the background may go on.
@@ -111,6 +116,18 @@ impl Garbage {
 }
 
 impl State {
+    /// Takes pages and checkpoints that the checkpoint at `at` does not need. Those that a snapshot needs are found
+    /// after its deletion.
+    pub(super) fn supersede(&mut self, names: impl IntoIterator<Item = Name>, at: Position) {
+        let Self { garbage, snapshots, .. } = self;
+        garbage.supersede(names.into_iter().filter(|name| !snapshots.keep(*name, at)));
+    }
+
+    /// The snapshots have changed.
+    pub(super) fn limit_collection(&mut self) {
+        self.usage.pin(self.snapshots.newest());
+    }
+
     /// Wakes what waits for a change of the state.
     pub(super) fn changed(&mut self) {
         self.wakers.drain(..).for_each(Waker::wake);
@@ -135,7 +152,7 @@ impl Shared {
         access: Access,
         config: Config,
         epoch: u64,
-        (size, page_bytes): (u64, u64),
+        (description, size): (&Description, u64),
         (map, usage): (table::Table, usage::Table),
     ) -> Self {
         let state = State {
@@ -144,18 +161,38 @@ impl Shared {
             usage,
             garbage: Garbage::default(),
             checkpoints: Checkpoints::default(),
+            snapshots: Snapshots::default(),
             applied_size: size,
             pause: Pause::default(),
             failure: None,
             wakers: Vec::new(),
         };
-        let size = AtomicU64::new(size);
-        Self { access, config, epoch, page_bytes, size, state: Mutex::new(state) }
+        Self {
+            access,
+            config,
+            epoch,
+            page_bytes: description.page_bytes.into(),
+            description: description.clone(),
+            size: AtomicU64::new(size),
+            state: Mutex::new(state),
+        }
     }
 
     /// The size in bytes.
     pub(super) fn size(&self) -> u64 {
         self.size.load(Ordering::Acquire)
+    }
+
+    /// Gives the volume another content.
+    pub(super) fn become_content_of(&self, other: Self, at: Position) {
+        let other_state = other.state.into_inner();
+        let other_state = other_state.unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut state = self.lock();
+        state.map = other_state.map;
+        state.usage.roll_back(&other_state.usage, at);
+        state.applied_size = other_state.applied_size;
+        self.size.store(state.applied_size, Ordering::Release);
+        state.changed();
     }
 
     /// Lets requests use the volume up to `size`, if it is larger than before.

@@ -121,6 +121,12 @@ impl Tail {
         self.append(Record::Base(base), &[]);
     }
 
+    /// Appends a record about a snapshot. Returns the number of its slot.
+    pub(super) fn append_snapshot(&mut self, record: Record) -> u64 {
+        self.append(record, &[]);
+        self.next()
+    }
+
     /// Closes the open batch: it is the next slot.
     pub(super) fn close(&mut self) {
         self.slots.push_back(Closed {

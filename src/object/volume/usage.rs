@@ -21,14 +21,28 @@ pub(super) struct Object {
     pub(super) live: u32,
 }
 
-/// The log objects of the volume. Uses about 50 bytes of memory for each.
+/// The log objects of the volume, also those that only snapshots need. Uses about 50 bytes of memory for each.
 pub(super) struct Table {
     objects: BTreeMap<Position, Object>,
+    /// The objects to whose data the map does not refer, and since which slot.
+    dead: BTreeMap<Position, Position>,
     pages: BTreeMap<Chunk, PageId>,
     dirty: BTreeSet<Chunk>,
-    weight: u64,
-    live: u64,
+    /// Snapshots need the objects up to this slot, so relocating their data frees nothing.
+    pinned: Option<Position>,
+    /// The sums of the objects behind `pinned`, and of all.
+    free: Sum,
+    all: Sum,
+    /// The slot that is being applied.
+    now: Position,
     small: u32,
+}
+
+/// Space in bytes; small objects count more than they are long.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Sum {
+    pub(super) space: u64,
+    pub(super) live: u64,
 }
 
 impl Table {
@@ -36,10 +50,13 @@ impl Table {
     pub(super) fn new(object_bytes: usize) -> Self {
         Self {
             objects: BTreeMap::new(),
+            dead: BTreeMap::new(),
             pages: BTreeMap::new(),
             dirty: BTreeSet::new(),
-            weight: 0,
-            live: 0,
+            pinned: None,
+            free: Sum::default(),
+            all: Sum::default(),
+            now: Position { epoch: 0, slot: 0 },
             small: u32::try_from(object_bytes.min(SMALL_BYTES)).unwrap_or(u32::MAX),
         }
     }
@@ -53,18 +70,67 @@ impl Table {
         for used in &page.objects {
             let at = Position { epoch: page.epoch, slot: used.slot };
             self.pages.insert(chunk(at), id);
-            let object = Object { bytes: used.bytes, live: used.live };
-            self.weight += self.weight_of(object);
-            self.live += u64::from(object.live);
-            self.objects.insert(at, object);
+            self.insert(at, Object { bytes: used.bytes, live: used.live });
+            if used.live == 0 {
+                self.dead.insert(at, used.dead_since.unwrap_or(at));
+            }
+        }
+    }
+
+    fn insert(&mut self, at: Position, object: Object) {
+        let (space, live) = (self.weight_of(object), u64::from(object.live));
+        for sum in self.sums(at) {
+            sum.space += space;
+            sum.live += live;
+        }
+        self.objects.insert(at, object);
+    }
+
+    /// The sums that contain an object.
+    fn sums(&mut self, at: Position) -> impl Iterator<Item = &mut Sum> {
+        let is_free = self.pinned < Some(at);
+        std::iter::once(&mut self.all).chain(is_free.then_some(&mut self.free))
+    }
+
+    /// Snapshots need the objects up to this slot that have data of the volume.
+    pub(super) fn pin(&mut self, end: Option<Position>) {
+        if self.pinned == end {
+            return;
+        }
+        self.pinned = end;
+        self.free = Sum::default();
+        for (at, object) in &self.objects {
+            if end < Some(*at) {
+                self.free.space += u64::from(object.bytes.max(self.small));
+                self.free.live += u64::from(object.live);
+            }
+        }
+    }
+
+    /// Takes the bytes that the map of another table's volume refers to, which this volume has now, in slot `at`.
+    pub(super) fn roll_back(&mut self, other: &Self, at: Position) {
+        let mut objects = std::mem::take(&mut self.objects);
+        (self.free, self.all) = (Sum::default(), Sum::default());
+        let needed = other.objects.iter().filter(|(_, object)| object.live > 0);
+        objects.extend(needed.clone().map(|(at, object)| (*at, *object)));
+        for (position, mut object) in objects {
+            let was_live = object.live > 0;
+            object.live = other.objects.get(&position).map_or(0, |object| object.live);
+            match object.live {
+                0 if !was_live => {}
+                0 => drop(self.dead.insert(position, at)),
+                _ => drop(self.dead.remove(&position)),
+            }
+            self.insert(position, object);
+            self.dirty.insert(chunk(position));
         }
     }
 
     /// Adds an object to whose data the map does not refer yet.
     pub(super) fn add(&mut self, at: Position, bytes: u32) {
-        let object = Object { bytes, live: 0 };
-        self.weight += self.weight_of(object);
-        self.objects.insert(at, object);
+        self.now = at;
+        self.insert(at, Object { bytes, live: 0 });
+        self.dead.insert(at, at);
         self.dirty.insert(chunk(at));
     }
 
@@ -72,7 +138,10 @@ impl Table {
     pub(super) fn gain(&mut self, at: Position, bytes: u32) {
         if let Some(object) = self.objects.get_mut(&at) {
             object.live += bytes;
-            self.live += u64::from(bytes);
+            if object.live > 0 {
+                self.dead.remove(&at);
+            }
+            self.sums(at).for_each(|sum| sum.live += u64::from(bytes));
             self.dirty.insert(chunk(at));
         }
     }
@@ -81,7 +150,11 @@ impl Table {
     pub(super) fn lose(&mut self, freed: Freed) {
         if let Some(object) = self.objects.get_mut(&freed.object) {
             object.live = object.live.saturating_sub(freed.bytes);
-            self.live = self.live.saturating_sub(freed.bytes.into());
+            if object.live == 0 {
+                self.dead.insert(freed.object, self.now);
+            }
+            let less = |sum: &mut Sum| sum.live = sum.live.saturating_sub(freed.bytes.into());
+            self.sums(freed.object).for_each(less);
             self.dirty.insert(chunk(freed.object));
         }
     }
@@ -95,14 +168,14 @@ impl Table {
         self.objects.len()
     }
 
-    /// The bytes that the map refers to.
-    pub(super) fn live(&self) -> u64 {
-        self.live
+    /// The space of all objects, and the bytes that the map refers to.
+    pub(super) fn all(&self) -> Sum {
+        self.all
     }
 
-    /// The space of all objects in bytes; small ones count more than they are long.
-    pub(super) fn weight(&self) -> u64 {
-        self.weight
+    /// The same of the objects that are not older than a snapshot.
+    pub(super) fn free(&self) -> Sum {
+        self.free
     }
 
     /// All objects.
@@ -111,13 +184,19 @@ impl Table {
         self.objects.iter().map(|(at, object)| (*at, *object))
     }
 
-    /// The objects below `end` to whose data the map does not refer.
-    pub(super) fn dead(&self, end: Position) -> Vec<Position> {
-        self.objects
-            .range(..end)
-            .filter(|(_, object)| object.live == 0)
-            .map(|(at, _)| *at)
-            .collect()
+    /// Whether the map does not refer to an object below `end` that no snapshot needs.
+    pub(super) fn has_dead(&self, end: Position) -> bool {
+        self.dead.range(..end).next_back().is_some_and(|(at, _)| self.pinned < Some(*at))
+    }
+
+    /// The objects to whose data the map does not refer, without those of which `keep` says by their position and
+    /// the slot since which the map does not refer to them that a snapshot needs them.
+    pub(super) fn superfluous(
+        &self,
+        mut keep: impl FnMut(Position, Position) -> bool,
+    ) -> Vec<Position> {
+        let dead = self.dead.iter().filter(|(at, since)| !keep(**at, **since));
+        dead.map(|(at, _)| *at).collect()
     }
 
     /// The objects below `end` that are worth relocating, the emptiest first, with about `live` bytes together.
@@ -133,7 +212,7 @@ impl Table {
         let mut found: Vec<(u64, Position, u64, u64)> = self
             .objects
             .range(..end)
-            .filter(|(at, object)| object.live > 0 && !is_known(at))
+            .filter(|(at, object)| self.pinned < Some(**at) && object.live > 0 && !is_known(at))
             .map(|(at, object)| {
                 let (live, weight) = (u64::from(object.live), self.weight_of(*object));
                 (live * 1000 / weight, *at, live, weight)
@@ -161,8 +240,12 @@ impl Table {
     pub(super) fn remove(&mut self, positions: &[Position]) {
         for at in positions {
             if let Some(object) = self.objects.remove(at) {
-                self.weight -= self.weight_of(object);
-                self.live -= u64::from(object.live);
+                self.dead.remove(at);
+                let (space, live) = (self.weight_of(object), u64::from(object.live));
+                for sum in self.sums(*at) {
+                    sum.space -= space;
+                    sum.live -= live;
+                }
                 self.dirty.insert(chunk(*at));
             }
         }
@@ -178,7 +261,7 @@ impl Table {
                 slot: at.slot,
                 bytes: object.bytes,
                 live: object.live,
-                dead_since: None,
+                dead_since: self.dead.get(at).copied(),
             });
             ((epoch, number), used.collect())
         };

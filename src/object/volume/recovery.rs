@@ -1,0 +1,111 @@
+//! The content of a volume from its history: the checkpoint from which the history starts, and the slots above it.
+
+use super::Config;
+use super::access::{Access, Failure};
+use super::opening::{Kept, Opened};
+use super::shared::Shared;
+use super::{table, usage};
+use crate::codec::{Checkpoint, Description, LogObject, Snapshot, Usage};
+use crate::name::{Name, Position};
+
+/// The end of a history: before the record with this number in the slot.
+type End = Option<(Position, u32)>;
+
+/// Loads the checkpoint from which a history starts, and replays the slots above it.
+pub(super) async fn recover(
+    access: Access,
+    config: Config,
+    description: &Description,
+    opened: Opened,
+) -> Result<Shared, Failure> {
+    let shared = replay_all(access, config, description, opened, None).await?;
+    {
+        // The first checkpoint permits to delete what earlier writers have left.
+        let mut state = shared.lock();
+        let is_second = shared.epoch > 1;
+        (state.checkpoints.wanted, state.checkpoints.new_slots) = (is_second, is_second.into());
+        // The own first slot has nothing but the open record.
+        state.usage.add(shared.position(0), 0);
+        state.limit_collection();
+    }
+    Ok(shared)
+}
+
+/// Returns the content of a snapshot, for an opener of `epoch`.
+pub(super) async fn recover_snapshot(
+    access: Access,
+    config: Config,
+    description: &Description,
+    (epoch, snapshot): (u64, &Snapshot),
+) -> Result<Shared, Failure> {
+    let history = snapshot.history.clone();
+    let opened = Opened { epoch, history, kept: Kept::default() };
+    replay_all(access, config, description, opened, Some(snapshot.at)).await
+}
+
+async fn replay_all(
+    access: Access,
+    config: Config,
+    description: &Description,
+    mut opened: Opened,
+    end: End,
+) -> Result<Shared, Failure> {
+    let mut usage = usage::Table::new(config.object_bytes);
+    let base = opened.history.base;
+    let mut checkpoint = None;
+    if let Some(at) = base {
+        let found = read_checkpoint(&access, at).await?;
+        for id in found.usage.iter().flatten() {
+            let name = Name::Page { epoch: id.epoch, number: id.number };
+            let identity = access.identity(id.epoch, id.number);
+            let page = access.decode(name, |bytes| Usage::decode(identity, bytes)).await?;
+            usage.load(*id, &page.ok_or(Failure::Lost(name))?);
+        }
+        checkpoint = Some(found);
+    }
+    let size = checkpoint.as_ref().map_or(description.size, |checkpoint| checkpoint.size);
+    let root = checkpoint.as_mut().map_or_else(Vec::new, |found| std::mem::take(&mut found.index));
+    let leaves = size.div_ceil(description.page_bytes.into());
+    let map = table::Table::new(root, leaves, config.map_bytes);
+    let shared = Shared::new(access, config, opened.epoch, (description, size), (map, usage));
+    if let Some(checkpoint) = checkpoint {
+        shared.lock().snapshots.load(base, checkpoint);
+    }
+    for cut in opened.history.cuts.clone() {
+        let from = base.filter(|base| base.epoch == cut.epoch).map_or(0, |base| base.slot + 1);
+        for slot in from..cut.slot {
+            replay(&shared, Position { epoch: cut.epoch, slot }, &mut opened, end).await?;
+        }
+    }
+    shared.lock().snapshots.follow(opened.history.cuts);
+    Ok(shared)
+}
+
+/// Reads a checkpoint that something refers to.
+pub(super) async fn read_checkpoint(access: &Access, at: Position) -> Result<Checkpoint, Failure> {
+    let (name, identity) = (Name::Checkpoint(at), access.identity(at.epoch, at.slot));
+    let found = access.decode(name, |bytes| Checkpoint::decode(identity, bytes)).await?;
+    found.ok_or(Failure::Lost(name))
+}
+
+async fn replay(
+    shared: &Shared,
+    at: Position,
+    opened: &mut Opened,
+    end: End,
+) -> Result<(), Failure> {
+    let name = Name::Slot(at);
+    let identity = shared.access.identity(at.epoch, at.slot);
+    let mut object = match opened.kept.take(at) {
+        Some(object) => object,
+        None => {
+            let decode = |bytes: &[u8]| LogObject::decode(identity, bytes);
+            shared.access.decode(name, decode).await?.ok_or(Failure::Lost(name))?
+        }
+    };
+    let header_bytes = u32::try_from(object.encode().len()).unwrap_or(u32::MAX);
+    if let Some((_, records)) = end.filter(|(slot, _)| *slot == at) {
+        object.records.truncate(records as usize);
+    }
+    shared.apply_slot(at, header_bytes, &object.records).await
+}
