@@ -54,6 +54,13 @@ pub(crate) fn failed(name: &str, failure: Failure) -> Error {
     Error::new(kind, message).with_source(failure).with_repair(repair)
 }
 
+/// Returns the error for a volume that has no such snapshot.
+pub(crate) fn no_snapshot(name: &str, snapshot: &str) -> Error {
+    let message = format!("{name} has no snapshot {}", cleat_backend::uri::shown(snapshot));
+    Error::new(ErrorKind::NotFound, message)
+        .with_repair("cleat volume snapshot ls shows the snapshots")
+}
+
 /// Returns how a request ends that the engine has failed. `Retry` only for a request that changes nothing: nothing
 /// of it is in flight then.
 pub(crate) fn io_error(failure: &Failure, modifies: bool) -> IoError {

@@ -16,13 +16,14 @@ use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, Result};
 use cleat_core::volume::{BlockSizes, Features};
 use cleat_object::codec::Description;
+use cleat_object::name::SnapshotId;
 use cleat_object::store::Store;
 use cleat_object::volume::{Config, Place};
 use cleat_sys::ring::Ring;
 
 use crate::claim::decision::Purpose;
 use crate::connection::Connection;
-use crate::errors::wait;
+use crate::errors::{no_snapshot, wait};
 use crate::executor::Executor;
 use crate::nonce::nonce;
 use crate::queue::ObjectQueue;
@@ -53,6 +54,17 @@ pub(crate) struct ObjectImage {
 /// Returns the identity of a volume.
 pub(crate) fn identity(description: &Description) -> VolumeIdentity {
     VolumeIdentity::new(format!("object volume {}", description.volume))
+}
+
+fn snapshot_identity(description: &Description, id: SnapshotId) -> VolumeIdentity {
+    VolumeIdentity::new(format!("snapshot {id} of object volume {}", description.volume))
+}
+
+/// Finds a snapshot by its name.
+fn find_snapshot(place: &Place, name: &str, snapshot: &str) -> Result<SnapshotId> {
+    let view = wait(name, after(CALL_TIMEOUT), place.view(Config::default()))?;
+    let found = view.snapshots().into_iter().find(|found| found.name == snapshot);
+    found.map(|found| found.id).ok_or_else(|| no_snapshot(name, snapshot))
 }
 
 impl ObjectImage {
@@ -97,7 +109,14 @@ impl ObjectImage {
         let name = spec.shown();
         let dynamic: Arc<dyn Store> = Arc::<Watched>::clone(&store);
         let place = wait(&name, after(CALL_TIMEOUT), Place::find(dynamic, nonce()?))?;
-        let identity = identity(place.description());
+        let snapshot = match &spec.snapshot {
+            Some(snapshot) => Some(find_snapshot(&place, &name, snapshot)?),
+            None => None,
+        };
+        let identity = match &snapshot {
+            Some(id) => snapshot_identity(place.description(), *id),
+            None => identity(place.description()),
+        };
         VolumeIdentity::check(&identity, options.expected.as_ref(), &name)?;
         let executor = Executor::start("object-volume")
             .map_err(|error| Error::from_io("cannot start the thread of the volume", error))?;
@@ -108,8 +127,8 @@ impl ObjectImage {
             store,
             identity,
             claimant: options.claimant.clone(),
-            read_only: options.read_only,
-            shared: Arc::new(Shared::new(name, executor.spawner(), size)),
+            read_only: options.read_only || snapshot.is_some(),
+            shared: Arc::new(Shared::new(name, executor.spawner(), size, snapshot)),
             serving: Mutex::new(None),
             _executor: executor,
         };

@@ -15,6 +15,7 @@
 //! The following never happens here: an acknowledgement before the data is durable; a decision by time; a write by
 //! a volume that is open read-only.
 
+mod ask;
 mod claim;
 mod connection;
 mod errors;
@@ -28,9 +29,12 @@ mod nonce;
 mod queue;
 mod registration;
 mod s3;
+mod snapshots;
 mod spec;
+mod table;
 mod timeouts;
 mod watched;
+mod writer;
 
 pub use registration::{DIRECTORY, S3};
 

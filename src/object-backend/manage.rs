@@ -6,28 +6,29 @@ use std::sync::Arc;
 use cleat_backend::CredentialSet;
 use cleat_backend::claimant::Claimant;
 use cleat_backend::store::{
-    Entry, Failure, Info, Layout, Listing, Page, Progress, Removal, Removed, Store, Watcher,
+    Entry, Failure, Info, Layout, Listing, Page, Progress, Removal, Removed, SnapshotStore, Store,
+    Watcher,
 };
 use cleat_backend::uri::{Size, VolumeUri, invalid};
-use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_object::codec::Description;
 use cleat_object::name::{Name, VolumeId};
 use cleat_object::store as objects;
 use cleat_object::volume::{Config, Place, Volume};
 
-use crate::claim::decision::Purpose;
+use crate::claim::newest;
 use crate::claim::record::Use;
-use crate::claim::{Attempt, newest};
 use crate::connection::Connection;
-use crate::errors::{failed, wait};
-use crate::executor::{Executor, block_until};
+use crate::errors::{no_snapshot, wait};
+use crate::executor::block_until;
 use crate::fence::end;
 use crate::home::Home;
 use crate::image::identity;
 use crate::nonce::{nonce, random};
 use crate::spec::VolumeAt;
+use crate::table::described;
 use crate::timeouts::{CALL_TIMEOUT, after};
+use crate::writer::change;
 
 /// The range of the volume that a page of the map covers, in bytes.
 const PAGE_BYTES: u32 = 1 << 20;
@@ -35,8 +36,8 @@ const PAGE_BYTES: u32 = 1 << 20;
 /// A home with its volumes.
 pub(crate) struct ObjectStore {
     home: Home,
-    connection: Arc<dyn Connection>,
-    claimant: Claimant,
+    pub(crate) connection: Arc<dyn Connection>,
+    pub(crate) claimant: Claimant,
 }
 
 impl ObjectStore {
@@ -71,14 +72,19 @@ impl ObjectStore {
         }
     }
 
-    fn existing(&self, name: &str) -> Result<(VolumeAt, Place)> {
+    /// Finds a volume.
+    ///
+    /// # Errors
+    /// Returns `NotFound` if it does not exist.
+    pub(crate) fn existing(&self, name: &str) -> Result<(VolumeAt, Place)> {
         self.find(name)?.ok_or_else(|| {
             let message = format!("{} does not exist", self.home.shown(name));
             Error::new(ErrorKind::NotFound, message)
         })
     }
 
-    fn view(volume: &VolumeAt, place: &Place) -> Result<Volume> {
+    /// The volume as it is now.
+    pub(crate) fn view(volume: &VolumeAt, place: &Place) -> Result<Volume> {
         wait(&volume.shown(), after(CALL_TIMEOUT), place.view(Config::default()))
     }
 
@@ -92,6 +98,7 @@ impl ObjectStore {
                     entry.id = info.id;
                     entry.size_bytes = Some(info.size_bytes);
                     entry.watchers = Some(info.watchers.len());
+                    entry.snapshots = Some(info.snapshots.len());
                 }
                 Err(error) => entry.error = Some(Failure::from(&error)),
             }
@@ -137,6 +144,12 @@ impl Store for ObjectStore {
             return Err(Error::new(ErrorKind::Unsupported, message)
                 .with_repair("repeat with --now, which deletes the volume for good"));
         }
+        let snapshots = Self::view(&volume, &place)?.snapshots().len();
+        if snapshots > 0 {
+            let message = format!("{} has {snapshots} snapshots", volume.shown());
+            return Err(Error::new(ErrorKind::InUse, message)
+                .with_repair("remove them first: cleat volume snapshot ls shows them"));
+        }
         let deadline = after(CALL_TIMEOUT);
         end(&place, &volume.shown(), &self.claimant, Use::Remove, None, deadline)?;
         self.connection.remove(name, &mut |done| progress(done, 0) == ControlFlow::Continue(()))?;
@@ -158,28 +171,8 @@ impl Store for ObjectStore {
                 false => invalid(message),
             });
         }
-        let deadline = after(CALL_TIMEOUT);
-        let (claimant, purpose) = (&self.claimant, Purpose::Open);
-        let (usage, clock) = (Use::Serve, &SystemClock);
-        let attempt =
-            Attempt { place: &place, name: &shown, claimant, purpose, usage, only: None, clock };
-        let executor = Executor::start("object-resize")
-            .map_err(|error| Error::from_io("cannot start a thread", error))?;
-        let resized = block_until(deadline, async {
-            let lost =
-                |lost| Error::new(ErrorKind::Aborted, format!("cannot claim {shown}: {lost}"));
-            let epoch = attempt.acquire().await?.map_err(lost)?;
-            let failed = |failure| failed(&shown, failure);
-            let opened = place.open(epoch, Config::default()).await.map_err(failed)?;
-            let running = opened.clone();
-            executor.spawner().spawn(async move { drop(running.run().await) });
-            opened.grow(size).await.map_err(failed)?;
-            opened.pause().await.map_err(failed)?;
-            place.release(epoch).await.map_err(failed)
-        });
-        let late =
-            || Error::new(ErrorKind::TimedOut, format!("the store of {shown} does not answer"));
-        resized.unwrap_or_else(|| Err(late())).map(|()| true)
+        change(&place, &shown, &self.claimant, async |opened| opened.grow(size).await)
+            .map(|()| true)
     }
 
     fn list(&self, page: &Page) -> Result<Listing> {
@@ -190,13 +183,23 @@ impl Store for ObjectStore {
     }
 
     fn info(&self, name: &str, snapshot: Option<&str>) -> Result<Info> {
-        if snapshot.is_some() {
-            return Err(no_snapshots());
-        }
         let (volume, place) = self.existing(name)?;
         let shown = volume.shown();
         let seen = wait(&shown, after(CALL_TIMEOUT), newest(&place))?;
         let view = Self::view(&volume, &place)?;
+        let snapshots: Vec<_> = view.snapshots().into_iter().map(described).collect();
+        if let Some(snapshot) = snapshot {
+            let found = snapshots.into_iter().find(|found| found.name == snapshot);
+            let found = found.ok_or_else(|| no_snapshot(&shown, snapshot))?;
+            return Ok(Info {
+                name: format!("{name}@{snapshot}"),
+                uri: VolumeUri::new(Arc::new(volume.at(snapshot))).to_string(),
+                size_bytes: found.size_bytes,
+                created_at_s: Some(found.created_at_s),
+                clones: Some(Vec::new()),
+                ..Info::default()
+            });
+        }
         let status = view.status();
         let held = seen.owner.as_ref().filter(|_| seen.is_held());
         let watcher = held.map(|owner| Watcher {
@@ -215,9 +218,14 @@ impl Store for ObjectStore {
             objects: u64::try_from(status.objects).ok(),
             claim,
             watchers: watcher.into_iter().collect(),
+            snapshots,
             clones: Some(Vec::new()),
             ..Info::default()
         })
+    }
+
+    fn snapshots(&self) -> Option<&dyn SnapshotStore> {
+        Some(self)
     }
 
     fn available_bytes(&self) -> Result<Option<u64>> {
@@ -248,10 +256,4 @@ fn check_conditional(
         // Without an answer nothing is known; the store fails then anyway.
         _ => Ok(()),
     }
-}
-
-/// The error for a request that names a snapshot.
-pub(crate) fn no_snapshots() -> Error {
-    let message = "volumes on an object store have no snapshots yet";
-    Error::new(ErrorKind::Unsupported, message).with_repair("name the volume itself")
 }

@@ -17,7 +17,8 @@ use crate::connection::Access;
 use crate::fence::ObjectFence;
 use crate::home::{Home, directory};
 use crate::image::ObjectImage;
-use crate::manage::{ObjectStore, no_snapshots};
+use crate::manage::ObjectStore;
+use crate::naming::check_name;
 use crate::s3;
 use crate::spec::VolumeAt;
 
@@ -57,8 +58,7 @@ impl Backend for Objects {
         options: Options,
         _nested: Nested<'_>,
     ) -> Result<Arc<dyn VolumeSpec>> {
-        let (home, name) = Home::parse_volume(self.scheme, location, options)?;
-        Ok(Arc::new(VolumeAt::new(home, &name)?))
+        Ok(Arc::new(VolumeAt::parse(self.scheme, location, options)?))
     }
 
     fn stores(&self) -> Option<&dyn StoreParser> {
@@ -82,7 +82,7 @@ impl VolumeSpec for VolumeAt {
     }
 
     fn location(&self) -> String {
-        self.home.location(Some(&self.name))
+        self.location()
     }
 
     fn options(&self) -> Vec<(String, String)> {
@@ -117,7 +117,7 @@ impl VolumeSpec for VolumeAt {
 
     fn stored(&self) -> Result<Option<Stored>> {
         let (store, name) = (Arc::new(self.home.clone()), self.name.clone());
-        Ok(Some(Stored { store, name, snapshot: None }))
+        Ok(Some(Stored { store, name, snapshot: self.snapshot.clone() }))
     }
 }
 
@@ -144,10 +144,17 @@ impl StoreSpec for Home {
     }
 
     fn volume(&self, name: &str, snapshot: Option<&str>) -> Result<Arc<dyn VolumeSpec>> {
-        match snapshot {
-            Some(_) => Err(no_snapshots()),
-            None => Ok(Arc::new(VolumeAt::new(self.clone(), name)?)),
-        }
+        let volume = VolumeAt::new(self.clone(), name)?;
+        let Some(snapshot) = snapshot else { return Ok(Arc::new(volume)) };
+        check_name(snapshot)?;
+        Ok(Arc::new(volume.at(snapshot)))
+    }
+
+    fn snapshot_form(&self) -> Option<&'static str> {
+        Some(match self {
+            Self::Directory(_) => "dir:/DIRECTORY/VOLUME@SNAPSHOT",
+            Self::Bucket(_) => "s3://BUCKET/VOLUME@SNAPSHOT?endpoint=…",
+        })
     }
 
     fn connect(&self, claimant: &Claimant, credentials: CredentialSet) -> Result<Box<dyn Store>> {

@@ -1,10 +1,10 @@
 //! The URI of a volume: its home, and its name there.
 
-use cleat_backend::uri::{invalid, shown};
+use cleat_backend::uri::{Encoded, Options, decode, invalid, shown};
 use cleat_core::error::Result;
 
 use crate::home::Home;
-use crate::naming::{MAX_NAME, is_name};
+use crate::naming::{MAX_NAME, check_name, is_name};
 
 /// A volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -13,6 +13,8 @@ pub(crate) struct VolumeAt {
     pub(crate) home: Home,
     /// Its name there.
     pub(crate) name: String,
+    /// A snapshot of it. It is read-only.
+    pub(crate) snapshot: Option<String>,
 }
 
 impl VolumeAt {
@@ -21,19 +23,56 @@ impl VolumeAt {
     /// # Errors
     /// Returns `InvalidArgument` for a name that a volume cannot have.
     pub(crate) fn new(home: Home, name: &str) -> Result<Self> {
-        if !is_name(name) {
+        if !is_name(name) || name.contains('@') {
             return Err(invalid(format!("{:?} cannot be the name of a volume", shown(name)))
                 .with_repair(format!(
-                    "names have 1 to {MAX_NAME} bytes, begin with a letter or digit, and have no / and \
-                     no control characters"
+                    "names have 1 to {MAX_NAME} bytes, begin with a letter or digit, and have no /, \
+                     no @ and no control characters"
                 )));
         }
-        Ok(Self { home, name: name.to_owned() })
+        Ok(Self { home, name: name.to_owned(), snapshot: None })
+    }
+
+    /// Parses the part of a URI behind the scheme's colon.
+    ///
+    /// # Errors
+    /// Returns `InvalidArgument` with the valid choices.
+    pub(crate) fn parse(scheme: &str, location: &str, options: Options) -> Result<Self> {
+        let last = location.rfind('/').map_or(0, |at| at + 1);
+        let (volume, snapshot) = match location[last..].split_once('@') {
+            Some((name, snapshot)) => (&location[..last + name.len()], Some(snapshot)),
+            None => (location, None),
+        };
+        let (home, name) = Home::parse_volume(scheme, volume, options)?;
+        let volume = Self::new(home, &name)?;
+        let Some(snapshot) = snapshot else { return Ok(volume) };
+        let snapshot = String::from_utf8(decode(snapshot)?)
+            .map_err(|_| invalid("the name of the snapshot is not UTF-8"))?;
+        check_name(&snapshot)?;
+        Ok(volume.at(&snapshot))
+    }
+
+    /// A snapshot of the volume.
+    pub(crate) fn at(&self, snapshot: &str) -> Self {
+        Self { snapshot: Some(snapshot.to_owned()), ..self.clone() }
+    }
+
+    /// The location in a URI, without the scheme.
+    pub(crate) fn location(&self) -> String {
+        let volume = self.home.location(Some(&self.name));
+        match &self.snapshot {
+            Some(snapshot) => format!("{volume}@{}", Encoded(snapshot.as_bytes())),
+            None => volume,
+        }
     }
 
     /// The name of the volume with its place, for messages.
     pub(crate) fn shown(&self) -> String {
-        self.home.shown(&self.name)
+        let volume = self.home.shown(&self.name);
+        match &self.snapshot {
+            Some(snapshot) => format!("{volume}@{snapshot}"),
+            None => volume,
+        }
     }
 }
 
@@ -41,7 +80,7 @@ impl VolumeAt {
 mod tests {
     use std::sync::Arc;
 
-    use cleat_backend::uri::{Options, VolumeUri};
+    use cleat_backend::uri::VolumeUri;
 
     use super::*;
 
@@ -50,8 +89,7 @@ mod tests {
     fn parse(text: &str) -> Result<String> {
         let (location, options) = text.split_once('?').unwrap_or((text, ""));
         let location = location.strip_prefix("s3:").expect("the scheme");
-        let (home, name) = Home::parse_volume("s3", location, Options::parse(options)?)?;
-        let volume = VolumeAt::new(home, &name)?;
+        let volume = VolumeAt::parse("s3", location, Options::parse(options)?)?;
         Ok(VolumeUri::new(Arc::new(volume)).to_string())
     }
 
@@ -61,6 +99,7 @@ mod tests {
             ("s3://b/v", "s3://b/v"),
             ("s3://b/v/", "s3://b/v"),
             ("s3://b/p/q/v%20w", "s3://b/p/q/v%20w"),
+            ("s3://b/p@q/v@s%201", "s3://b/p@q/v@s%201"),
         ] {
             let uri = parse(&format!("{text}?{ACCESS}")).unwrap();
             let options = "?endpoint=http://h:7480&credentials_file=/k";
@@ -84,6 +123,9 @@ mod tests {
             ("s3://b!/v", "name of a bucket"),
             ("s3://b/%ff", "not UTF-8"),
             ("s3://b/a%2fb", "name of a volume"),
+            ("s3://b/a%40b", "name of a volume"),
+            ("s3://b/a@", "name of a snapshot"),
+            ("s3://b/a@b@c", "name of a snapshot"),
         ] {
             let error = parse(&format!("{text}?{ACCESS}")).expect_err(text);
             assert!(error.message().contains(part), "{text}: {error}");

@@ -10,6 +10,7 @@ use cleat_object::store::Store;
 use cleat_object::volume::{Config, Failure, Place, Volume};
 
 use super::shared::Shared;
+use crate::ask::Answered;
 use crate::claim::Attempt;
 use crate::claim::decision::Purpose;
 use crate::claim::record::Use;
@@ -113,13 +114,16 @@ async fn run(volume: Volume, shared: Arc<Shared>) {
     shared.note(&failure);
 }
 
-/// Looks from time to time whether another client has claimed the volume.
+/// Looks from time to time whether another client has claimed the volume, and executes the requests of commands.
 async fn watch(volume: Volume, shared: Arc<Shared>, store: Arc<Watched>) {
+    let mut answered = Answered::default();
+    answered.tidy(&*store).await;
     loop {
         store.back_off(LONGEST).await;
         if let Err(failure @ Failure::Fenced) = volume.check_claim().await {
             shared.note(&failure);
             return;
         }
+        answered.answer(&*store, &volume).await;
     }
 }

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
 use cleat_backend::Waker;
+use cleat_object::name::SnapshotId;
 use cleat_object::volume::{Config, Failure, Place, Volume};
 
 use crate::executor::Spawner;
@@ -15,6 +16,8 @@ pub(crate) struct Shared {
     pub(crate) spawner: Spawner,
     /// The engine. `None` before a successor has taken over, after a release, and after closing.
     volume: RwLock<Option<Volume>>,
+    /// The snapshot that is read.
+    snapshot: Option<SnapshotId>,
     /// Where a reader looks again; `None` for a writer.
     reader: OnceLock<Place>,
     size: AtomicU64,
@@ -25,11 +28,17 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    pub(crate) fn new(name: String, spawner: Spawner, size: u64) -> Self {
+    pub(crate) fn new(
+        name: String,
+        spawner: Spawner,
+        size: u64,
+        snapshot: Option<SnapshotId>,
+    ) -> Self {
         Self {
             name,
             spawner,
             volume: RwLock::new(None),
+            snapshot,
             reader: OnceLock::new(),
             size: AtomicU64::new(size),
             is_fenced: AtomicBool::new(false),
@@ -55,11 +64,18 @@ impl Shared {
     /// # Errors
     /// Returns the failure of the store.
     pub(crate) async fn read_from(&self, place: Place) -> Result<(), Failure> {
-        let view = place.view(Config::default()).await?;
+        let view = self.look(&place).await?;
         self.set_volume(Some(view));
         // The first place stays. Both are of the same volume.
         let _ = self.reader.set(place);
         Ok(())
+    }
+
+    async fn look(&self, place: &Place) -> Result<Volume, Failure> {
+        match self.snapshot {
+            Some(id) => place.view_snapshot(id, Config::default()).await,
+            None => place.view(Config::default()).await,
+        }
     }
 
     /// Looks at the volume again after `failure`, if this is a reader whose data was deleted by the writer. Returns
@@ -70,7 +86,7 @@ impl Shared {
     pub(crate) async fn look_again(&self, failure: Failure) -> Result<Volume, Failure> {
         match (self.reader.get(), &failure) {
             (Some(place), Failure::Lost(_) | Failure::Fenced) => {
-                let view = place.view(Config::default()).await?;
+                let view = self.look(place).await?;
                 self.set_volume(Some(view.clone()));
                 Ok(view)
             }

@@ -1,0 +1,198 @@
+//! Changes of the snapshots of a volume that another client serves. Only its writer may append to the log, so a
+//! command asks the writer through the store:
+//!
+//! ```text
+//! ask/NUMBER       created by the command, deleted by the writer
+//! answer/NUMBER    created by the writer, deleted by the command
+//! ```
+//!
+//! NUMBER is random. The writer looks for requests when it looks for later claims, about every 5 s. It executes those
+//! that name its epoch, each once, and deletes the others. Both are input from outside: everyone with access to the
+//! store can write them.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use cleat_core::clock::{Clock, SystemClock};
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_object::store::{Store, StoreError};
+use cleat_object::volume::{Failure, Volume};
+use serde::{Deserialize, Serialize};
+
+use crate::executor::block_until;
+use crate::nonce::token;
+
+/// The maximum length of a request or an answer in bytes.
+const MAX_BYTES: usize = 4096;
+
+/// The number of failures for which the store waits as long as a command waits between two looks for the answer.
+const LOOKS: u32 = 2;
+
+/// The time in which a request is deleted that has no answer.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// The requests that a writer remembers, so that it executes none twice.
+const MAX_REMEMBERED: usize = 1024;
+
+/// What the writer is to do.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub(crate) enum Change {
+    /// Take a snapshot with this name.
+    Take { name: String, created_at_s: u64 },
+    /// Delete the snapshot with this name.
+    Delete { name: String },
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Request {
+    /// The epoch of the writer. A later one does not execute the request.
+    epoch: u64,
+    change: Change,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Answer {
+    /// Whether anything has changed.
+    changed: bool,
+    /// Why the change has failed.
+    error: Option<String>,
+}
+
+fn request_name(number: u64) -> String {
+    format!("ask/{number:016x}")
+}
+
+fn answer_name(number: u64) -> String {
+    format!("answer/{number:016x}")
+}
+
+/// Carries a change out. Returns whether it has changed anything.
+///
+/// # Errors
+/// Returns the failure of the volume.
+pub(crate) async fn execute(
+    volume: &Volume,
+    change: &Change,
+) -> std::result::Result<bool, Failure> {
+    let found = |wanted: &str| volume.snapshots().into_iter().find(|found| found.name == wanted);
+    match change {
+        Change::Take { name, .. } if found(name).is_some() => Ok(false),
+        Change::Take { name, created_at_s } => {
+            volume.take_snapshot(name, *created_at_s).await.map(|_| true)
+        }
+        Change::Delete { name } => match found(name) {
+            Some(snapshot) => volume.delete_snapshot(snapshot.id).await.map(|()| true),
+            None => Ok(false),
+        },
+    }
+}
+
+/// Asks the writer of `epoch` to carry a change out, and waits for its answer. Returns whether it has changed anything.
+///
+/// # Errors
+/// Returns `InUse` if the writer does not answer until `deadline`; it may still carry the change out. Otherwise
+/// returns the writer's error, or that of the store.
+pub(crate) fn ask(
+    store: &dyn Store,
+    shown: &str,
+    (epoch, change): (u64, &Change),
+    deadline: Instant,
+) -> Result<bool> {
+    let failed = |error: StoreError| {
+        Error::new(ErrorKind::Unavailable, format!("the store of {shown} fails: {error}"))
+            .with_repair("check that the store can be reached, then repeat the command")
+    };
+    let number = token()?;
+    let request = Request { epoch, change: change.clone() };
+    let bytes = serde_json::to_vec(&request).map_err(|error| {
+        Error::new(ErrorKind::Internal, "internal: cannot print a request").with_source(error)
+    })?;
+    let call = |name: String, bytes: &[u8]| {
+        block_until(deadline, async { store.create(&name, bytes).await })
+            .unwrap_or_else(|| Err(StoreError::Unclear("no answer".into())))
+    };
+    call(request_name(number), &bytes).map_err(failed)?;
+    let name = answer_name(number);
+    while SystemClock.now() < deadline {
+        match block_until(deadline, store.read(&name, 0..MAX_BYTES as u64)) {
+            Some(Ok(bytes)) => {
+                // What stays is deleted by the next writer.
+                let _ = block_until(deadline, store.delete(&name));
+                return result(&bytes, shown);
+            }
+            Some(Err(StoreError::NotFound)) | None => {}
+            Some(Err(error)) => return Err(failed(error)),
+        }
+        let _ = block_until(deadline, store.back_off(LOOKS));
+    }
+    let _ = block_until(SystemClock.now() + PAUSE, store.delete(&request_name(number)));
+    let message = format!("{shown} is in use, and its client has not answered");
+    Err(Error::new(ErrorKind::InUse, message).with_repair(
+        "cleat fence ls shows the client; unmap the volume there, or repeat the command",
+    ))
+}
+
+fn result(bytes: &[u8], shown: &str) -> Result<bool> {
+    let answer: Answer = serde_json::from_slice(bytes).map_err(|error| {
+        let message = format!("the client of {shown} has given an answer that cannot be read");
+        Error::new(ErrorKind::Internal, message).with_source(error)
+    })?;
+    match answer.error {
+        None => Ok(answer.changed),
+        Some(reason) => {
+            let message = format!("the client that serves {shown} has refused: {reason}");
+            Err(Error::new(ErrorKind::Aborted, message))
+        }
+    }
+}
+
+/// The requests that a writer has executed.
+#[derive(Default)]
+pub(crate) struct Answered(BTreeSet<u64>);
+
+impl Answered {
+    /// Executes the requests that are there. Errors of the store only delay them.
+    pub(crate) async fn answer(&mut self, store: &dyn Store, volume: &Volume) {
+        for name in store.list("ask/", "").await.unwrap_or_default() {
+            let number = number_of(&name, "ask/");
+            if let Some(number) = number.filter(|number| !self.0.contains(number)) {
+                let Ok(bytes) = store.read(&name, 0..MAX_BYTES as u64).await else { continue };
+                let request = serde_json::from_slice::<Request>(&bytes);
+                if let Ok(request) = request
+                    && request.epoch == volume.epoch()
+                {
+                    self.remember(number);
+                    let done = execute(volume, &request.change).await;
+                    let changed = *done.as_ref().unwrap_or(&false);
+                    let error = done.err().map(|failure| failure.to_string());
+                    let answer = Answer { changed, error };
+                    let bytes = serde_json::to_vec(&answer).unwrap_or_default();
+                    // Without an answer, the command reports that the client has not answered.
+                    let _ = store.create(&answer_name(number), &bytes).await;
+                }
+            }
+            let _ = store.delete(&name).await;
+        }
+    }
+
+    /// Deletes answers of earlier writers, whose commands have ended.
+    pub(crate) async fn tidy(&self, store: &dyn Store) {
+        for name in store.list("answer/", "").await.unwrap_or_default() {
+            let _ = store.delete(&name).await;
+        }
+    }
+
+    fn remember(&mut self, number: u64) {
+        if self.0.len() >= MAX_REMEMBERED {
+            self.0.pop_first();
+        }
+        self.0.insert(number);
+    }
+}
+
+fn number_of(name: &str, prefix: &str) -> Option<u64> {
+    let digits = name.strip_prefix(prefix).filter(|digits| digits.len() == 16)?;
+    u64::from_str_radix(digits, 16).ok()
+}
