@@ -1,10 +1,17 @@
 //! Lazy unmounts of a device, in every mount namespace that has it mounted.
+//!
+//! A container that runs on would see the directory of its own root file system at the path of an unmounted volume: what
+//! it writes there by path would succeed, and be lost with the container. So an empty directory that nobody can write to
+//! is mounted there instead.
 
 use std::fs::File;
 use std::io;
+use std::path::Path;
 use std::time::Instant;
 
-use nix::mount::{MntFlags, umount2};
+use nix::fcntl::AtFlags;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::stat::{FileStat, fstatat};
 
 use super::UnmountScope;
 use super::bounded_call::BoundedCalls;
@@ -43,13 +50,19 @@ pub(super) fn unmount(
 
 /// Unmounts lazily every mount of the device that the calling thread sees, from the top down.
 fn unmount_here(proc: &File, disk: &Disk) -> io::Result<()> {
+    let is_container = is_container(proc);
     for _ in 0..ROUNDS_MAX {
         let text = mountinfo(proc)?;
         let mut progress = false;
         let mut refused = None;
         for mount in uncovered(&text).filter(|mount| mount.is_on(disk)) {
             match umount2(&mount.path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
-                Ok(()) => progress = true,
+                Ok(()) => {
+                    progress = true;
+                    if is_container {
+                        cover(&mount.path);
+                    }
+                }
                 // It was unmounted with another one, or (EINVAL) a less privileged namespace locks it.
                 Err(error) => refused = Some(io::Error::from(error)),
             }
@@ -59,6 +72,31 @@ fn unmount_here(proc: &File, disk: &Disk) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Returns whether the root of the calling thread's namespace is neither that of this process nor that of the host. Other
+/// namespaces, as those of services, share the directories of the host.
+fn is_container(proc: &File) -> bool {
+    let root = |path: &str| fstatat(proc, path, AtFlags::empty()).ok();
+    let identity = |root: FileStat| (root.st_dev, root.st_ino);
+    // The other two are those of processes, and not that of this thread.
+    let [own, of_process, of_host] =
+        ["/", "self/root", "1/root"].map(|path| root(path).map(identity));
+    own.is_some()
+        && of_process.is_some()
+        && of_host.is_some()
+        && own != of_process
+        && own != of_host
+}
+
+/// Mounts an empty directory without the right to write. It ends with the namespace.
+fn cover(path: &Path) {
+    let flags = MsFlags::MS_RDONLY | MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
+    let options = Some("size=4k,nr_inodes=1,mode=0555");
+    // A mount of one file has no directory: the file that is there instead is that of the container.
+    if let Err(error) = mount(Some("cleat-unmapped"), path, Some("tmpfs"), flags, options) {
+        tracing::warn!(path = %path.display(), %error, "cannot cover an unmounted directory");
+    }
 }
 
 #[cfg(test)]

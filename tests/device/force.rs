@@ -186,8 +186,8 @@ fn loop_device(device: &str) {
     wait_until("the device is free", || orphans().is_empty());
 }
 
-/// Two other mount namespaces: one has a copy of our mount, the other has its own mount of the device below
-/// a tmpfs. All mounts of the device have dirty pages.
+/// Three other mount namespaces: one has a copy of our mount, one has its own mount of the device below a tmpfs, and one
+/// is a container with a root of its own. All mounts of the device have dirty pages.
 pub(crate) fn namespaces(device: &str) {
     mount(device, "ext4");
     let mut copy = spawn("exec unshare --mount --propagation private sleep 1000");
@@ -196,6 +196,12 @@ pub(crate) fn namespaces(device: &str) {
            mount -t tmpfs none /srv; mkdir /srv/inner; mount {device} /srv/inner; mkdir /srv/inner/sub
            mount -t tmpfs none /srv/inner/sub; echo x > /srv/inner/dirty; exec sleep 1000'"
     ));
+    let mut container = spawn(
+        "exec unshare --mount --propagation private sh -c '
+           mount -t tmpfs none /media; cd /media; mkdir usr proc old data; ln -s usr/bin usr/lib usr/lib64 .
+           mount --bind /usr usr; mount --bind /proc proc; mount --bind /mnt/forced data; pivot_root . old; umount --lazy /old
+           echo x > /data/dirty; exec sleep 1000'",
+    );
     let mounted = |pid: u32, path: &str| {
         shell(&format!("cat /proc/{pid}/mountinfo || true")).contains(&format!(" {path} "))
     };
@@ -207,6 +213,8 @@ pub(crate) fn namespaces(device: &str) {
         separate(copy.id())
             && mounted(copy.id(), "/mnt/forced")
             && mounted(own.id(), "/srv/inner/sub")
+            && mounted(container.id(), "/data")
+            && !mounted(container.id(), "/old")
     });
     hang();
     let mut writer = dirty();
@@ -216,7 +224,13 @@ pub(crate) fn namespaces(device: &str) {
     assert!(paths.contains("\"/mnt/forced\"") && paths.contains("\"/srv/inner\""), "{report}");
     assert!(!mounted(copy.id(), "/mnt/forced") && !mounted(own.id(), "/srv/inner"));
     assert!(mounted(own.id(), "/srv"), "a mount of another file system was detached");
-    for child in [&mut copy, &mut own] {
+    // What the container writes to the path of the volume must not succeed: it would be lost.
+    let write = format!("nsenter --mount --target {} sh -c 'echo x > /data/file'", container.id());
+    shell(&format!(
+        "test -z \"$(nsenter --mount --target {} ls /data)\"; fails {write}",
+        container.id()
+    ));
+    for child in [&mut copy, &mut own, &mut container] {
         child.kill().expect("killing the process");
         child.wait().expect("waiting for the process");
     }
