@@ -31,8 +31,8 @@ SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.
 
 .DEFAULT_GOAL := build
 .PHONY: help build release demo test unit tests vm-image comparison soak \
-	soak-device soak-simulation soak-models soak-fights soak-controller soak-fuzz bench install \
-	uninstall clean control-plane nodes image deps-build deps-test device $(SUITES)
+	soak-device soak-simulation soak-models soak-fights soak-controller soak-nodes soak-fuzz bench install \
+	uninstall clean control-plane nodes demo-cluster image deps-build deps-test device $(SUITES)
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -100,8 +100,12 @@ device: deps-test ## /dev/nbdX in three virtual machines at a time, which use al
 	$(CARGO_TEST) --test device $(if $(TEST),-- $(EXACT))
 
 # The tests take turns, because they share a node.
-nodes: deps-test ## Pods with volumes on a node with kubelet and containerd, in a virtual machine
+nodes: deps-test ## Pods with volumes on nodes with kubelet and containerd, in virtual machines that fail
 	$(CARGO_TEST) --test nodes -- --test-threads 1
+
+demo-cluster: deps-test ## A cluster of two nodes with a Ceph cluster: a node fails, and its volume moves
+	CLEAT_TEST_SHOW=1 CLEAT_TEST_FAIL_OVERS=1 $(CARGO_TEST) --test nodes -- --nocapture \
+		fail_over::a_frozen_node
 
 comparison: deps-test ## nbd-client with nbdkit in the same situations, in a virtual machine
 	$(CARGO_TEST) --test device -- --ignored peers_
@@ -113,6 +117,8 @@ SOAK_SEEDS ?= 200000
 SOAK_FIGHTS ?= 300
 SOAK_GRANT_FIGHTS ?= 100
 SOAK_REPEAT ?= 30
+# The fail-overs of each kind between two nodes.
+SOAK_FAIL_OVERS ?= 20
 SOAK_VERIFY_S ?= 300
 SOAK_FUZZ_S ?= 3600
 # The numbers of volumes that the controller attaches and detaches.
@@ -120,7 +126,7 @@ SOAK_VOLUMES ?= 100,1000
 
 soak: deps-test ## The same tests with larger numbers, for a night (see CONTRIBUTING.md)
 	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) vm-image tests / \
-		soak-device soak-simulation soak-models soak-fights soak-controller nodes soak-fuzz
+		soak-device soak-simulation soak-models soak-fights soak-controller soak-nodes soak-fuzz
 
 soak-device:
 	CLEAT_REPEAT=$(SOAK_REPEAT) CLEAT_VERIFY_SECONDS=$(SOAK_VERIFY_S) $(CARGO_TEST) --test device
@@ -138,6 +144,9 @@ soak-fights:
 
 soak-controller:
 	CLEAT_TEST_VOLUMES=$(SOAK_VOLUMES) $(CARGO_TEST) --test kube -- scale:: --nocapture
+
+soak-nodes:
+	CLEAT_TEST_FAIL_OVERS=$(SOAK_FAIL_OVERS) $(CARGO_TEST) --test nodes -- --test-threads 1 --nocapture
 
 soak-fuzz:
 	end=$$(($$(date +%s) + $(SOAK_FUZZ_S))); while [ $$(date +%s) -lt $$end ]; do \

@@ -12,8 +12,8 @@ use serde_json::{Value, json};
 /// The namespace of cleat's pods, and of the contexts in kubeconfigs.
 pub const NAMESPACE: &str = "cleat-system";
 
-/// The address that the host has in virtual machines.
-pub const HOST_OF_MACHINES: &str = "10.0.2.2";
+/// The address of the API server for nodes in virtual machines. The tests make it, in a network of their own.
+pub const HOST_OF_MACHINES: &str = "10.9.0.1";
 
 /// The token of an administrator.
 pub const ADMINISTRATOR: &str = "administrator";
@@ -42,10 +42,20 @@ pub enum Purpose {
     Machines,
 }
 
+impl Purpose {
+    /// The address of the API server.
+    fn address(self) -> &'static str {
+        match self {
+            Self::Machines => HOST_OF_MACHINES,
+            _ => "127.0.0.1",
+        }
+    }
+}
+
 /// The limit for the start of the API server.
 const START: Duration = Duration::from_secs(180);
 
-/// A control plane. Its processes end with the test program: the runner kills what a test has started.
+/// A control plane. Its processes end with the value.
 pub struct ControlPlane {
     directory: PathBuf,
     programs: PathBuf,
@@ -75,7 +85,7 @@ impl ControlPlane {
         make_certificates(&directory);
         fs::write(directory.join("tokens.csv"), tokens()).unwrap();
         write_audit_policy(&directory, audited, writers);
-        let url = format!("https://127.0.0.1:{api}");
+        let url = format!("https://{}:{api}", purpose.address());
         let (processes, manager) = (vec![etcd], Mutex::default());
         let mut plane = Self { directory, programs, etcd_port: client, url, processes, manager };
         let server = plane.start_api_server(&plane.directory, api, purpose);
@@ -158,8 +168,7 @@ impl ControlPlane {
     /// Returns a kubeconfig for the kubelet of `node` in a virtual machine, with the certificate of the authority at
     /// /payload/ca.crt.
     pub fn kubelet_kubeconfig(&self, node: &str) -> Value {
-        let url = format!("https://{HOST_OF_MACHINES}:{}", self.port());
-        kubeconfig(Path::new("/payload/ca.crt"), &url, &format!("node-{node}"))
+        kubeconfig(Path::new("/payload/ca.crt"), &self.url, &format!("node-{node}"))
     }
 
     fn all_controllers(&self) -> Vec<String> {
@@ -170,6 +179,16 @@ impl ControlPlane {
             format!("--root-ca-file={}", file("ca.crt")),
             format!("--service-account-private-key-file={}", file("server.key")),
         ]
+    }
+}
+
+impl Drop for ControlPlane {
+    fn drop(&mut self) {
+        let manager = self.manager.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for process in self.processes.iter_mut().chain(manager) {
+            let _ = process.kill();
+            let _ = process.wait();
+        }
     }
 }
 
@@ -252,7 +271,7 @@ fn start_api_server(
         "kube-apiserver",
         &[
             format!("--etcd-servers=http://127.0.0.1:{etcd}"),
-            "--bind-address=127.0.0.1".to_owned(),
+            format!("--bind-address={}", purpose.address()),
             format!("--secure-port={port}"),
             format!("--tls-cert-file={}", file("server.crt")),
             format!("--tls-private-key-file={}", file("server.key")),
@@ -264,6 +283,8 @@ fn start_api_server(
             "--service-cluster-ip-range=10.96.0.0/24".to_owned(),
             "--endpoint-reconciler-type=none".to_owned(),
             "--allow-privileged=true".to_owned(),
+            // Not by name: there is no name server.
+            "--kubelet-preferred-address-types=InternalIP".to_owned(),
             format!("--audit-policy-file={}", file("audit-policy")),
             format!("--audit-log-path={}", file("audit.log")),
         ]

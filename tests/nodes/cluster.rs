@@ -1,49 +1,82 @@
-//! A cluster of one node, on which `deploy/base` is installed as its users do it.
+//! Clusters on which cleat is installed as its users do it.
 
 use std::io::Write;
+use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use test_kit::control_plane::{ControlPlane, MACHINES, NAMESPACE, Purpose};
+use test_kit::ceph;
+use test_kit::control_plane::{ControlPlane, NAMESPACE, Purpose};
 
+use crate::installation::{
+    sidecars, snapshot_definitions, start_ceph, with_images_and_remediation,
+};
 use crate::machine::Machine;
-use crate::programs::{BUSYBOX, kubectl, project};
+use crate::network::Network;
+use crate::programs::{BUSYBOX, fill, kubectl, project};
 
 /// The limit for what Kubernetes does: the machine is emulated, and backoffs take up to two minutes.
 const LIMIT: Duration = Duration::from_secs(300);
 
 /// The namespace of the users.
-const USER: &str = "default";
+pub(crate) const USER: &str = "default";
 
 pub(crate) const CLAIM: &str = "persistentvolumeclaim";
 pub(crate) const POD: &str = "pod";
 
-/// The image of csi-resizer, which the base does not have.
-pub(crate) const RESIZER: &str = "registry.k8s.io/sig-storage/csi-resizer:v2.3.0";
-
-/// The cluster that the tests share.
-pub(crate) struct Cluster {
-    plane: ControlPlane,
-    machine: Machine,
+/// The clusters of the tests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// One node with `deploy/base`.
+    OneNode,
+    /// Two nodes that reach a Ceph cluster, with `deploy/components/rbd` and node remediation.
+    TwoNodes,
 }
 
-/// Runs a test on the cluster, which the first test starts. One test runs at a time, because some restart parts of the
-/// node. A test that fails shows the logs of the node.
-pub(crate) fn run(test: impl FnOnce(&Cluster)) {
-    static SHARED: OnceLock<Option<Cluster>> = OnceLock::new();
-    static TURN: Mutex<()> = Mutex::new(());
-    let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    // The second test does not try again: each try takes minutes.
-    let start = || std::panic::catch_unwind(Cluster::start).ok();
-    let cluster = SHARED.get_or_init(start).as_ref().expect("the cluster has started");
-    let began = Instant::now();
-    let _logs = Logs(cluster);
-    test(cluster);
-    println!("figures: {:.0} s on the cluster", began.elapsed().as_secs_f64());
+/// A cluster of nodes in virtual machines.
+pub(crate) struct Cluster {
+    kind: Kind,
+    machines: Vec<Machine>,
+    plane: ControlPlane,
+    ceph: Option<ceph::Cluster>,
+    network: Network,
+}
+
+/// Runs a test on the cluster of one node.
+pub(crate) fn run(test: impl FnOnce(&Cluster) + Send) {
+    run_on(Kind::OneNode, test);
+}
+
+/// Runs a test on a cluster, which the first test starts. One test runs at a time, because some restart parts of the
+/// nodes, and one cluster exists at a time. A test that fails shows the logs of the nodes.
+pub(crate) fn run_on(kind: Kind, test: impl FnOnce(&Cluster) + Send) {
+    static RUNNING: Mutex<Option<(Kind, Option<Cluster>)>> = Mutex::new(None);
+    let mut running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+    if running.as_ref().is_none_or(|(other, _)| *other != kind) {
+        // The other one ends before this one starts.
+        *running = None;
+        // The second test does not try again: each try takes minutes.
+        let started = std::panic::catch_unwind(|| Cluster::start(kind)).ok();
+        *running = Some((kind, started));
+    }
+    let cluster = running.as_ref().and_then(|(_, started)| started.as_ref());
+    let cluster = cluster.expect("the cluster has started");
+    let run = || {
+        let began = Instant::now();
+        let _logs = Logs(cluster);
+        test(cluster);
+        println!("figures: {:.0} s on the cluster", began.elapsed().as_secs_f64());
+    };
+    let result = std::panic::catch_unwind(AssertUnwindSafe(|| cluster.network.enter(run)));
+    if let Err(panic) = result {
+        // The next test gets a cluster without what this one has left.
+        *running = None;
+        std::panic::resume_unwind(panic);
+    }
 }
 
 /// Shows the state of the cluster if the test fails.
@@ -55,54 +88,101 @@ impl Drop for Logs<'_> {
             return;
         }
         for arguments in [
-            &["get", "pod,pvc,pv,volumeattachment,csinode", "-A", "-o", "wide"][..],
+            &["get", "pod,pvc,pv,volumeattachment,csinode,volumegrant", "-A", "-o", "wide"][..],
             &["get", "events", "-A", "--sort-by=.lastTimestamp"],
         ] {
             println!("{}", self.0.try_kubectl(arguments, "").1);
         }
-        for command in [
-            "tail -n 30 /out/kubelet.log",
-            "tail -n 10 /out/containerd.log",
-            "tail -n 40 /var/log/pods/cleat-system_*/*/*.log",
-            "dmesg | tail -n 20",
-        ] {
-            println!("{command}: {}", self.0.machine.try_run(command).1);
+        for machine in &self.0.machines {
+            machine.thaw();
+            for command in [
+                "tail -n 30 /out/kubelet.log",
+                "tail -n 10 /out/containerd.log",
+                "tail -n 40 /var/log/pods/cleat-system_*/*/*.log",
+                "dmesg | tail -n 20",
+                "tail -n 20 /out/notes/*",
+            ] {
+                println!("{} {command}: {}", machine.name, machine.try_run(command).1);
+            }
         }
     }
 }
 
 impl Cluster {
-    /// Starts a control plane and a node, installs cleat, and waits until its pods are ready.
-    fn start() -> Self {
+    /// Starts a control plane and nodes, installs cleat, and waits until its pods are ready.
+    fn start(kind: Kind) -> Self {
         let began = Instant::now();
+        let payload = test_kit::temp::on_disk().join("payload");
+        // Builds need the internet, which the network of the cluster does not reach.
+        fill(&payload, &sidecars());
+        let definitions = snapshot_definitions();
+        let network = Network::new();
+        let (machines, plane, ceph) = network.enter(|| start_parts(kind, &payload));
+        let cluster = Self { kind, machines, plane, ceph, network };
         let figure = |what: &str| {
             println!("figures: {what} after {:.0} s", began.elapsed().as_secs_f64());
         };
-        let mut plane = ControlPlane::start("machines", Purpose::Machines, "", &[], is_ready);
-        plane.start_managers(Purpose::Machines);
-        let machine = Machine::start(&plane, MACHINES[0], &sidecars());
         figure("kubelet is started");
-        let cluster = Self { plane, machine };
-        let logs = Logs(&cluster);
-        cluster.kubectl(&["apply", "-k", "deploy/base"]);
-        cluster.until("node", MACHINES[0], "is Ready", |node| is_true(node, "Ready"));
-        figure("the node is Ready");
-        for workload in ["daemonset/cleat-node", "deployment/cleat-controller"] {
-            cluster.rolled_out(workload);
-        }
-        figure("the pods of cleat are ready");
-        drop(logs);
+        cluster.network.enter(|| {
+            let logs = Logs(&cluster);
+            cluster.install(&definitions);
+            for machine in &cluster.machines {
+                cluster.until("node", machine.name, "is Ready", |node| is_true(node, "Ready"));
+            }
+            figure("the nodes are Ready");
+            for workload in cluster.workloads() {
+                cluster.rolled_out(workload);
+            }
+            figure("the pods of cleat are ready");
+            drop(logs);
+        });
         cluster
+    }
+
+    /// Installs cleat.
+    fn install(&self, snapshot_definitions: &Path) {
+        let Some(ceph) = &self.ceph else {
+            self.kubectl(&["apply", "-k", "deploy/base"]);
+            return;
+        };
+        let definitions = snapshot_definitions.to_str().unwrap();
+        self.kubectl(&["apply", "--server-side", "-k", definitions]);
+        let own = with_images_and_remediation(self.plane.directory(), ceph);
+        self.kubectl(&["apply", "-k", own.to_str().unwrap()]);
+    }
+
+    fn workloads(&self) -> &'static [&'static str] {
+        match self.kind {
+            Kind::OneNode => &["daemonset/cleat-node", "deployment/cleat-controller"],
+            Kind::TwoNodes => {
+                &["daemonset/cleat-node", "deployment/cleat-controller", "deployment/cleat-images"]
+            }
+        }
+    }
+
+    /// Returns a node by its name.
+    pub(crate) fn machine(&self, name: &str) -> &Machine {
+        self.machines.iter().find(|machine| machine.name == name).expect("a node")
+    }
+
+    /// Returns the Ceph cluster.
+    pub(crate) fn ceph(&self) -> &ceph::Cluster {
+        self.ceph.as_ref().expect("the cluster has one")
+    }
+
+    /// Returns the port of the API server.
+    pub(crate) fn api_port(&self) -> &str {
+        self.plane.port()
     }
 
     /// Runs a command of bash on the node, and returns its output. The command must succeed.
     pub(crate) fn on_node(&self, command: &str) -> String {
-        self.machine.run(command)
+        self.machines[0].run(command)
     }
 
     /// Runs a command of bash on the node, and returns its exit status and its output.
     pub(crate) fn try_on_node(&self, command: &str) -> (i64, String) {
-        self.machine.try_run(command)
+        self.machines[0].try_run(command)
     }
 
     /// Runs kubectl as an administrator, and returns its output.
@@ -112,10 +192,17 @@ impl Cluster {
         output
     }
 
-    fn try_kubectl(&self, arguments: &[&str], input: &str) -> (bool, String) {
+    /// Returns kubectl with the rights of an administrator.
+    pub(crate) fn kubectl_command(&self) -> Command {
         let mut command = Command::new(kubectl());
         command.current_dir(project(""));
-        command.arg("--kubeconfig").arg(self.plane.kubeconfig()).args(arguments);
+        command.arg("--kubeconfig").arg(self.plane.kubeconfig());
+        command
+    }
+
+    fn try_kubectl(&self, arguments: &[&str], input: &str) -> (bool, String) {
+        let mut command = self.kubectl_command();
+        command.args(arguments);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
@@ -187,12 +274,30 @@ impl Cluster {
     /// Runs a command of the shell in the container of a pod, and returns its exit status and its output.
     pub(crate) fn try_exec(&self, pod: &str, command: &str) -> (i64, String) {
         let found = self.get(POD, pod).unwrap_or_else(|| panic!("no pod {pod}"));
+        let node = found["spec"]["nodeName"].as_str().unwrap();
         let id = found["status"]["containerStatuses"][0]["containerID"].as_str().unwrap();
         let id = id.strip_prefix("containerd://").unwrap();
         let exec =
             format!("/payload/bin/ctr -n k8s.io tasks exec --exec-id test-$RANDOM {id} sh -c");
-        self.machine.try_run(&format!("{exec} '{command}'"))
+        self.machine(node).try_run(&format!("{exec} '{command}'"))
     }
+}
+
+/// Starts what a cluster consists of. The calling thread is in the network of the cluster.
+fn start_parts(kind: Kind, payload: &Path) -> (Vec<Machine>, ControlPlane, Option<ceph::Cluster>) {
+    let mut plane = ControlPlane::start("machines", Purpose::Machines, "", &[], is_ready);
+    plane.start_managers(Purpose::Machines);
+    let plane_of_machines = &plane;
+    let start = |number, cpus| Machine::start(plane_of_machines, number, cpus, payload);
+    let (machines, ceph) = match kind {
+        Kind::OneNode => (vec![start(0, 2)], None),
+        Kind::TwoNodes => std::thread::scope(|scope| {
+            let machines = [0, 1].map(|number| scope.spawn(move || start(number, 1)));
+            let ceph = start_ceph();
+            (machines.map(|machine| machine.join().unwrap()).into(), Some(ceph))
+        }),
+    };
+    (machines, plane, ceph)
 }
 
 /// Returns whether the API server is ready.
@@ -250,17 +355,4 @@ pub(crate) fn pod(name: &str, claim: &str) -> Value {
             "volumes": [{ "name": "v", "persistentVolumeClaim": { "claimName": claim } }],
         },
     })
-}
-
-/// Returns the images of the sidecars in the manifests and in the tests, with the name of each sidecar.
-fn sidecars() -> Vec<(String, &'static str)> {
-    let node = std::fs::read_to_string(project("deploy/base/node.yaml")).unwrap();
-    let node: Value = serde_saphyr::from_str(&node).unwrap();
-    let containers = node["spec"]["template"]["spec"]["containers"].as_array().unwrap();
-    let image = |name: &'static str| {
-        let container = containers.iter().find(|container| container["name"] == name);
-        let image = container.and_then(|found| found["image"].as_str());
-        (image.unwrap_or_else(|| panic!("no image of {name}")).to_owned(), name)
-    };
-    vec![image("csi-provisioner"), (RESIZER.to_owned(), "csi-resizer")]
 }

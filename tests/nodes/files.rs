@@ -2,7 +2,8 @@
 
 use serde_json::{Value, json};
 
-use crate::cluster::{CLAIM, Cluster, POD, RESIZER, claim, pod, run, wait};
+use crate::cluster::{CLAIM, Cluster, POD, claim, pod, run, wait};
+use crate::installation::RESIZER;
 
 /// Lists what volumes leave on a node: devices in use, mounts, directories of kubelet, files. kubelet itself never removes
 /// the two directories that have those of raw devices.

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
@@ -10,9 +11,10 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use test_kit::control_plane::{ControlPlane, HOST_OF_MACHINES, tail};
+use test_kit::control_plane::{ControlPlane, HOST_OF_MACHINES, MACHINES, tail};
 
-use crate::programs::{fill, project};
+use crate::network::{address, make_tap};
+use crate::programs::project;
 
 /// The limit for the start of the machine and of kubelet, with the import of the images.
 const BOOT: Duration = Duration::from_secs(400);
@@ -20,42 +22,56 @@ const BOOT: Duration = Duration::from_secs(400);
 /// The limit for a command on the node.
 const COMMAND: Duration = Duration::from_secs(300);
 
+/// The address of this host for the shell of the machine. Nothing of the cluster uses it, so that the shell works when
+/// the network of the node is cut.
+const HOST_OF_SHELL: &str = "10.0.2.2";
+
 /// A node of the cluster. It ends with the value.
 pub(crate) struct Machine {
+    pub(crate) name: &'static str,
     process: Child,
     shell: Mutex<BufReader<TcpStream>>,
-    out: PathBuf,
+    directory: PathBuf,
 }
 
 impl Machine {
-    /// Boots a machine, and waits until its kubelet has been started.
-    pub(crate) fn start(plane: &ControlPlane, name: &str, images: &[(String, &str)]) -> Self {
+    /// Boots the machine with this number and the files of `payload`, and waits until its kubelet has been started.
+    pub(crate) fn start(plane: &ControlPlane, number: usize, cpus: usize, payload: &Path) -> Self {
+        let name = MACHINES[number];
         let directory = plane.directory().join(name);
-        let (payload, out) = (directory.join("payload"), directory.join("out"));
-        let kubeconfig = plane.kubelet_kubeconfig(name);
-        fill(&payload, &kubeconfig, images);
-        std::fs::copy(plane.authority(), payload.join("ca.crt")).unwrap();
+        std::fs::create_dir_all(&directory).unwrap();
+        make_tap(name);
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let shell = format!("{HOST_OF_MACHINES}:{}", listener.local_addr().unwrap().port());
-        let log = directory.join("vm.log");
-        let mut process = run(
-            &payload,
-            &out,
-            &log,
-            &[
-                format!("NODE={name}"),
-                format!("API_SERVER={HOST_OF_MACHINES}:{}", plane.port()),
-                format!("SHELL_ADDRESS={shell}"),
-            ],
-        );
-        let shell = accept(&listener, &mut process, &log);
-        Self { process, shell: Mutex::new(BufReader::new(shell)), out }
+        let port = listener.local_addr().unwrap().port();
+        let kubeconfig = plane.kubelet_kubeconfig(name);
+        let authority = std::fs::read_to_string(plane.authority()).unwrap();
+        let variables = [
+            format!("NODE={name}"),
+            format!("ADDRESS={}", address(number)),
+            format!("HOST={HOST_OF_MACHINES}"),
+            format!("API_SERVER={HOST_OF_MACHINES}:{}", plane.port()),
+            format!("SHELL_ADDRESS={HOST_OF_SHELL}:{port}"),
+            format!("KUBECONFIG={kubeconfig}"),
+            format!("AUTHORITY={authority}"),
+        ];
+        let mut command = Command::new(project("tests/vm/run"));
+        command.arg("--payload").arg(payload).arg("--out").arg(directory.join("out"));
+        command.args(["--network", "--tap", &format!("{name},52:54:00:00:00:{:02x}", 11 + number)]);
+        command.arg("--qmp").arg(directory.join("qmp")).args(["--cpus", &cpus.to_string()]);
+        command.args(["--disk", "8G", "--memory", "2G", "--timeout", "36000"]);
+        command.args(variables.iter().flat_map(|variable| ["--env", variable]));
+        command.args(["--", "./start"]);
+        let log = File::create(directory.join("vm.log")).unwrap();
+        let errors = log.try_clone().unwrap();
+        let mut process = command.stdin(Stdio::null()).stdout(log).stderr(errors).spawn().unwrap();
+        let shell = accept(&listener, &mut process, &directory.join("vm.log"));
+        Self { name, process, shell: Mutex::new(BufReader::new(shell)), directory }
     }
 
     /// Runs a command of bash on the node, and returns its output. The command must succeed.
     pub(crate) fn run(&self, command: &str) -> String {
         let (status, output) = self.try_run(command);
-        assert_eq!(status, 0, "{command}: {output}");
+        assert_eq!(status, 0, "{command} on {}: {output}", self.name);
         output
     }
 
@@ -71,29 +87,54 @@ impl Machine {
             serde_json::from_str(&answer).unwrap_or_else(|error| panic!("{command}: {error}"));
         (answer["status"].as_i64().unwrap(), answer["output"].as_str().unwrap().to_owned())
     }
+
+    /// Stops the processors of the machine. Its clocks stop, too.
+    pub(crate) fn freeze(&self) {
+        self.qmp("stop", &json!({}));
+    }
+
+    /// Continues a machine that is frozen.
+    pub(crate) fn thaw(&self) {
+        self.qmp("cont", &json!({}));
+    }
+
+    /// Pulls or plugs the cable of the card with which the node reaches the cluster.
+    pub(crate) fn set_link(&self, is_up: bool) {
+        self.qmp("set_link", &json!({ "name": "card", "up": is_up }));
+    }
+
+    /// Runs a command of QEMU's machine protocol.
+    fn qmp(&self, command: &str, arguments: &Value) {
+        let socket = UnixStream::connect(self.directory.join("qmp")).unwrap();
+        let mut lines = BufReader::new(socket);
+        for request in [
+            json!({ "execute": "qmp_capabilities" }),
+            json!({ "execute": command, "arguments": arguments }),
+        ] {
+            lines.get_mut().write_all(request.to_string().as_bytes()).unwrap();
+            // Before the answer there are a greeting and events.
+            loop {
+                let mut line = String::new();
+                lines.read_line(&mut line).unwrap();
+                let answer: Value = serde_json::from_str(&line).unwrap();
+                assert!(answer["error"].is_null(), "{request}: {answer}");
+                if answer["return"].is_object() {
+                    break;
+                }
+            }
+        }
+    }
 }
 
 impl Drop for Machine {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            show(&self.out);
+            show(&self.directory.join("out"));
         }
         // The harness of the machine ends QEMU.
         let _ = self.shell.lock().map(|shell| shell.get_ref().shutdown(std::net::Shutdown::Both));
         let _ = self.process.wait();
     }
-}
-
-/// Starts the machine, in which the script `start` uses these variables.
-fn run(payload: &Path, out: &Path, log: &Path, variables: &[String]) -> Child {
-    let file = File::create(log).unwrap();
-    let errors = file.try_clone().unwrap();
-    let mut command = Command::new(project("tests/vm/run"));
-    command.arg("--payload").arg(payload).arg("--out").arg(out);
-    command.args(["--network", "--disk", "8G", "--memory", "2G", "--timeout", "3600"]);
-    command.args(variables.iter().flat_map(|variable| ["--env", variable]));
-    command.args(["--", "./start"]);
-    command.stdin(Stdio::null()).stdout(file).stderr(errors).spawn().unwrap()
 }
 
 /// Waits for the shell of the machine.

@@ -1,6 +1,6 @@
-//! cleat on a node with kubelet and containerd, in a virtual machine (`tests/vm`) that joins a control plane on the host.
-//! `deploy/base` is installed with kubectl, with the image that `scripts/build-image` makes. `make nodes` runs these
-//! tests.
+//! cleat on nodes with kubelet and containerd, in virtual machines (`tests/vm`) that join a control plane on the host. What
+//! is in `deploy/` is installed with kubectl, with the image that `scripts/build-image` makes. `make nodes` runs these
+//! tests, and `make demo-cluster` shows a fail-over.
 
 #![allow(
     clippy::disallowed_methods,
@@ -10,7 +10,14 @@
 )]
 
 mod cluster;
+mod demo;
+mod fail_over;
 mod files;
+mod installation;
 mod machine;
+mod network;
 mod programs;
 mod restarts;
+mod survival;
+mod timeline;
+mod writer;

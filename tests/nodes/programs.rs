@@ -4,13 +4,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-use serde_json::Value;
-
 /// The image of the pods of the tests.
 pub(crate) const BUSYBOX: &str = "cleat.test/busybox:1";
 
 /// What the image of the pods has.
-const APPLETS: [&str; 9] = [
+const APPLETS: [&str; 11] = [
     "bin/sh",
     "bin/cat",
     "bin/dd",
@@ -20,6 +18,8 @@ const APPLETS: [&str; 9] = [
     "bin/sleep",
     "bin/stat",
     "bin/df",
+    "bin/tail",
+    "bin/tr",
 ];
 
 /// The image of the container that keeps the namespaces of a pod, as `guest/containerd.toml` names it.
@@ -30,9 +30,10 @@ pub(crate) fn kubectl() -> PathBuf {
     kubernetes().join("kubectl")
 }
 
-/// Fills the directory that becomes `/payload` in the virtual machine: `images` are those of containers in the manifests,
-/// each with the sidecar of CSI that it has.
-pub(crate) fn fill(payload: &Path, kubeconfig: &Value, images: &[(String, &str)]) {
+/// Fills the directory that becomes `/payload` in the virtual machines: `images` are those of containers in the manifests,
+/// each with the sidecar of CSI that it has. Builds what is not built yet, also the image of the virtual machine.
+pub(crate) fn fill(payload: &Path, images: &[(String, String)]) {
+    output(&mut Command::new(project("tests/vm/build-image.sh")));
     for directory in ["bin", "images"] {
         std::fs::create_dir_all(payload.join(directory)).unwrap();
     }
@@ -47,7 +48,6 @@ pub(crate) fn fill(payload: &Path, kubeconfig: &Value, images: &[(String, &str)]
     for entry in std::fs::read_dir(project("tests/nodes/guest")).unwrap() {
         copy(&entry.unwrap().path(), payload);
     }
-    std::fs::write(payload.join("kubeconfig"), kubeconfig.to_string()).unwrap();
     let directory = payload.join("images");
     copy(cleat_image(), &directory);
     let busybox = Path::new("/bin/busybox");
@@ -56,7 +56,7 @@ pub(crate) fn fill(payload: &Path, kubeconfig: &Value, images: &[(String, &str)]
     make_image(&directory, BUSYBOX, "/bin/sh", &applets);
     for (image, sidecar) in images {
         let program = test_kit::go::control_plane().join(sidecar);
-        make_image(&directory, image, &format!("/{sidecar}"), &[(sidecar, &program)]);
+        make_image(&directory, image, &format!("/{sidecar}"), &[(sidecar.as_str(), &program)]);
     }
 }
 

@@ -84,6 +84,11 @@ impl Cluster {
         Self::start_with(&Self::script(), &["memory", "2"])
     }
 
+    /// Starts a cluster at an address of this host, for clients on other machines.
+    pub fn start_at(address: &str) -> Self {
+        Self::start_with(&Self::script(), &["memory", "1", address])
+    }
+
     fn start_in(store: &str) -> Self {
         Self::start_by(&Self::script(), store)
     }

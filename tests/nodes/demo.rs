@@ -1,0 +1,34 @@
+//! `make demo-cluster`: a fail-over that can be watched. It is the test with the frozen node, which says what it does if
+//! the variable `CLEAT_TEST_SHOW` is set.
+
+use crate::cluster::Cluster;
+use crate::writer::WRITER_POD;
+
+/// Returns whether everything is to be shown.
+pub(crate) fn is_shown() -> bool {
+    std::env::var_os("CLEAT_TEST_SHOW").is_some()
+}
+
+/// Says what happens next.
+pub(crate) fn say(text: &str) {
+    if is_shown() {
+        println!("\n--- {text}\n");
+    }
+}
+
+/// Shows the nodes, the pods, the grant and the last records, with the commands of kubectl.
+pub(crate) fn show(cluster: &Cluster) {
+    if !is_shown() {
+        return;
+    }
+    let last = "tr -d '\\000' </v/records | tail -n 3";
+    for command in [
+        &["get", "nodes"][..],
+        &["get", "pods", "-A", "-o", "wide"],
+        &["get", "pvc", "-n", "default"],
+        &["get", "volumegrants"],
+        &["exec", "-n", "default", WRITER_POD, "--", "sh", "-c", last],
+    ] {
+        println!("$ kubectl {}\n{}", command.join(" "), cluster.kubectl(command));
+    }
+}
