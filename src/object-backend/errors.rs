@@ -47,6 +47,10 @@ pub(crate) fn failed(name: &str, failure: Failure) -> Error {
             return Error::new(ErrorKind::NotFound, format!("{name}: the snapshot does not exist"))
                 .with_repair("cleat volume snapshot ls shows the snapshots");
         }
+        Failure::HasClones => {
+            return Error::new(ErrorKind::InUse, format!("{name}: the snapshot has clones"))
+                .with_repair("remove the clones first");
+        }
         Failure::Invalid(why) => {
             return Error::new(ErrorKind::InvalidArgument, format!("{name}: {why}"));
         }

@@ -128,7 +128,8 @@ impl Store for ObjectStore {
         self.connection.prepare(name)?;
         let store = self.connection.store(name)?;
         let volume = VolumeId(random()?);
-        let description = Description { volume, nonce: nonce()?, size, page_bytes: PAGE_BYTES };
+        let description =
+            Description { volume, nonce: nonce()?, size, page_bytes: PAGE_BYTES, parent: None };
         let created = Volume::create(Arc::clone(&store), &description);
         wait(&shown, after(CALL_TIMEOUT), created)?;
         check_conditional(&*store, &shown, &description).map(|()| true)

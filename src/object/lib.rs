@@ -14,6 +14,8 @@
 //! checksum of the header was verified; an acknowledgement of a slot before all earlier ones.
 #![doc = include_str!("FORMAT.md")]
 
+#[cfg(test)]
+mod clone_tests;
 pub mod codec;
 pub mod map;
 #[cfg(test)]

@@ -38,6 +38,16 @@ pub(crate) enum Rule {
     DeletedSnapshots,
     /// (16) The history of a snapshot passes no roll-back.
     AfterRollBack,
+    /// (19) After it has created the pin, the creator of a clone looks for tokens.
+    LookForToken,
+    /// (20) The token of a deletion is created before the pins are listed.
+    TokenFirst,
+    /// (21) No two attempts have the same token.
+    UniqueToken,
+    /// (22) The tokens of a deleted snapshot are kept.
+    KeepToken,
+    /// (23) A clone deletes no object of its parent.
+    OwnObjects,
 }
 
 /// Returns whether a rule applies: always, except in tests that leave one out.

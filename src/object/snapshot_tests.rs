@@ -3,17 +3,18 @@
 use std::sync::Arc;
 
 use crate::name::SnapshotId;
+use crate::rules::{Rule, without};
 use crate::store::Store;
 use crate::tests::{Memory, block_on, byte_at, create, open, put, with_volume, yield_once};
 use crate::volume::{Config, Failure, Volume};
 
 /// Takes a snapshot, with the work of the volume beside it.
-fn take(volume: &Volume, name: &str) -> SnapshotId {
+pub(crate) fn take(volume: &Volume, name: &str) -> SnapshotId {
     with_volume(volume, async { volume.take_snapshot(name, 7).await }).unwrap()
 }
 
 /// Lets the work in the background write a checkpoint and delete what it makes superfluous.
-fn settle(volume: &Volume, memory: &Memory) {
+pub(crate) fn settle(volume: &Volume, memory: &Memory) {
     with_volume(volume, async {
         let (before, mut still) = (volume.status().checkpoints, 0);
         volume.request_checkpoint();
@@ -135,4 +136,32 @@ fn a_roll_back_restores_content_and_size_also_after_a_crash() {
     assert_eq!(with_volume(&volume, async { byte_at(&volume, 1 << 20).await }), Ok(3));
     let names: Vec<_> = volume.snapshots().into_iter().map(|s| (s.name, s.size >> 20)).collect();
     assert_eq!(names, [("before".to_owned(), 1), ("after".to_owned(), 2)]);
+}
+
+#[test]
+fn a_snapshot_after_a_roll_back_does_not_need_the_other_snapshot() {
+    let read_after_deletion = |rule| {
+        without(rule, || {
+            let memory = Arc::new(Memory::default());
+            let store: Arc<dyn Store> = Arc::clone(&memory) as _;
+            create(&store, 1 << 20);
+            let volume = open(&store, 10, Config::default()).unwrap();
+            let write = |byte| {
+                with_volume(&volume, async { put(&volume, 512, byte).await }).unwrap();
+                settle(&volume, &memory);
+            };
+            write(1);
+            let first = take(&volume, "first");
+            write(2);
+            with_volume(&volume, async { volume.roll_back(first).await }).unwrap();
+            let second = take(&volume, "second");
+            with_volume(&volume, async { volume.delete_snapshot(first).await }).unwrap();
+            settle(&volume, &memory);
+            settle(&volume, &memory);
+            let view = block_on(volume.view_snapshot(second, Config::default()))?;
+            block_on(byte_at(&view, 512))
+        })
+    };
+    assert_eq!(read_after_deletion(None), Ok(1));
+    assert!(read_after_deletion(Some(Rule::AfterRollBack)).is_err());
 }

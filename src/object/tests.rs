@@ -113,7 +113,7 @@ pub(crate) fn with_volume<T: Send>(
 }
 
 fn description(size: u64, page_bytes: u32) -> Description {
-    Description { volume: VolumeId([1; 16]), nonce: Nonce([2; 16]), size, page_bytes }
+    Description { volume: VolumeId([1; 16]), nonce: Nonce([2; 16]), size, page_bytes, parent: None }
 }
 
 pub(crate) fn create(store: &Arc<dyn Store>, size: u64) {

@@ -10,8 +10,10 @@
 mod access;
 mod apply;
 mod checkpoint;
+mod cloning;
 mod collect;
 mod extents;
+mod lineage;
 mod opening;
 mod place;
 mod recovery;
@@ -32,6 +34,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 pub use access::Failure;
+pub use cloning::NewClone;
+pub use lineage::Parents;
 pub use place::{Newest, Place};
 
 use crate::codec::{Description, MAX_DATA_BYTES, MAX_MAP_PAGES, Snapshot};

@@ -126,7 +126,10 @@ impl Shared {
                     *broken = Some(reason);
                 }
             }
-            Failure::Store { .. } | Failure::NoSnapshot | Failure::Invalid(_) => {}
+            Failure::Store { .. }
+            | Failure::NoSnapshot
+            | Failure::HasClones
+            | Failure::Invalid(_) => {}
         }
     }
 

@@ -1,11 +1,18 @@
 //! The description of a volume: what never changes.
 
-use super::reader::Writer;
+use super::reader::{Reader, Writer};
+use super::snapshot::Snapshot;
 use super::{Damage, Identity, Kind, exact, open, seal, volume_of};
 use crate::name::{Nonce, VolumeId};
 
 /// The sizes that a page of the map may have in bytes of the volume: powers of two in this range.
 pub const PAGE_BYTES: std::ops::RangeInclusive<u32> = 4 << 10..=16 << 20;
+
+/// The maximum length of the location of a parent in bytes.
+pub const MAX_LOCATION_BYTES: usize = 4096;
+
+/// The feature of a volume that has a parent.
+const HAS_PARENT: u32 = 1;
 
 /// The description of a volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -18,6 +25,19 @@ pub struct Description {
     pub size: u64,
     /// The range of the volume that a page of the map covers, in bytes: a power of two in [`PAGE_BYTES`].
     pub page_bytes: u32,
+    /// For a clone, the content with which it begins.
+    pub parent: Option<Parent>,
+}
+
+/// The snapshot from which a volume was cloned.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Parent {
+    /// The volume of the snapshot.
+    pub volume: VolumeId,
+    /// Where the volume is, as a text of the embedder: at most [`MAX_LOCATION_BYTES`] bytes.
+    pub location: String,
+    /// The snapshot.
+    pub snapshot: Snapshot,
 }
 
 impl Description {
@@ -26,8 +46,13 @@ impl Description {
         let mut body = Writer::default();
         body.u64(self.size);
         body.u32(self.page_bytes);
-        // The features that a reader must support. None are defined yet.
-        body.u32(0);
+        // The features that a reader must support.
+        body.u32(if self.parent.is_some() { HAS_PARENT } else { 0 });
+        if let Some(parent) = &self.parent {
+            body.bytes(&parent.volume.0);
+            body.long_text(&parent.location);
+            parent.snapshot.encode(&mut body);
+        }
         let identity = Identity { volume: self.volume, epoch: 0, number: 0 };
         seal(Kind::Description, identity, self.nonce, body)
     }
@@ -42,14 +67,26 @@ impl Description {
         let identity = Identity { volume, epoch: 0, number: 0 };
         let (nonce, mut body) = open(Kind::Description, identity, bytes)?;
         let (size, page_bytes, features) = (body.u64()?, body.u32()?, body.u32()?);
+        let parent = match features {
+            0 => None,
+            HAS_PARENT => Some(Parent::decode(&mut body)?),
+            other => return Err(Damage::Features(other)),
+        };
         body.end()?;
         exact(bytes)?;
-        if features != 0 {
-            return Err(Damage::Features(features));
-        }
         match page_bytes.is_power_of_two() && PAGE_BYTES.contains(&page_bytes) {
-            true => Ok(Self { volume, nonce, size, page_bytes }),
+            true => Ok(Self { volume, nonce, size, page_bytes, parent }),
             false => Err(Damage::Field("size of the map's pages")),
         }
+    }
+}
+
+impl Parent {
+    fn decode(from: &mut Reader<'_>) -> Result<Self, Damage> {
+        Ok(Self {
+            volume: VolumeId(from.array()?),
+            location: from.long_text(MAX_LOCATION_BYTES)?,
+            snapshot: Snapshot::decode(from)?,
+        })
     }
 }

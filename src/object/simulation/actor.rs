@@ -29,15 +29,15 @@ pub(super) struct Actor {
 }
 
 impl Actor {
-    fn oracle(&self) -> MutexGuard<'_, Oracle> {
+    pub(super) fn oracle(&self) -> MutexGuard<'_, Oracle> {
         self.oracle.lock().unwrap()
     }
 
-    fn random(&self, end: u64) -> u64 {
+    pub(super) fn random(&self, end: u64) -> u64 {
         self.random.lock().unwrap().below(end)
     }
 
-    fn index(&self, end: usize) -> usize {
+    pub(super) fn index(&self, end: usize) -> usize {
         usize::try_from(self.random(end as u64)).unwrap()
     }
 
@@ -58,14 +58,19 @@ impl Actor {
         self.judge(&failure);
     }
 
-    /// Opens the volume and checks it, with the store in order. Returns it for further checks.
-    pub(super) async fn open(&self) -> Result<(Volume, u64), Failure> {
+    /// An identity that no other opener has.
+    pub(super) fn nonce(&self) -> Nonce {
         let mut nonce = [0; 16];
         nonce[..8].copy_from_slice(&self.random(u64::MAX).to_le_bytes());
         nonce[8..].copy_from_slice(&(self.client.actor as u64).to_le_bytes());
+        Nonce(nonce)
+    }
+
+    /// Opens the volume and checks it, with the store in order. Returns it for further checks.
+    pub(super) async fn open(&self) -> Result<(Volume, u64), Failure> {
         let store = Arc::new(self.client.clone());
         let config = self.config.clone();
-        let volume = Volume::open(store, Nonce(nonce), "node", config).await?;
+        let volume = Volume::open(store, self.nonce(), "node", config).await?;
         let image = read_all(&volume).await?;
         let mut snapshots = BTreeMap::new();
         for snapshot in volume.snapshots() {
@@ -149,8 +154,16 @@ impl Actor {
         match what {
             0..5 => {
                 self.note(|| format!("deletes snapshot {name}"));
-                self.oracle().change(epoch, Change::Delete(name));
-                volume.delete_snapshot(chosen.id).await
+                self.oracle().change(epoch, Change::Delete(name.clone()));
+                match volume.delete_snapshot(chosen.id).await {
+                    // Nothing was appended to the log.
+                    Err(Failure::HasClones | Failure::Store { .. }) => {
+                        self.note(|| format!("keeps snapshot {name}"));
+                        self.oracle().keep(epoch);
+                        Ok(())
+                    }
+                    other => other,
+                }
             }
             5 => {
                 self.note(|| format!("rolls back to {name}"));
@@ -189,7 +202,7 @@ impl Actor {
         }
     }
 
-    fn note(&self, text: impl FnOnce() -> String) {
+    pub(super) fn note(&self, text: impl FnOnce() -> String) {
         let actor = self.client.actor;
         self.client.cloud.lock().unwrap().note(|| format!("{actor} {}", text()));
     }
@@ -203,7 +216,7 @@ pub(super) async fn read_all(volume: &Volume) -> Result<Image, Failure> {
 }
 
 /// The content of a sector: the stamp, and the number of the sector.
-fn sector(stamp: u64, at: usize) -> Vec<u8> {
+pub(super) fn sector(stamp: u64, at: usize) -> Vec<u8> {
     (stamp << 16 | at as u64).to_le_bytes().repeat(SECTOR / 8)
 }
 

@@ -34,7 +34,9 @@ impl Change {
             Self::Write { begin, end, stamp } => to.image[*begin..*end].fill(*stamp),
             Self::Take(name) => drop(to.snapshots.insert(name.clone(), to.image)),
             Self::Delete(name) => drop(to.snapshots.remove(name)),
-            Self::RollBack(name) => to.image = to.snapshots[name],
+            Self::RollBack(name) => {
+                to.image = to.snapshots.get(name).copied().unwrap_or(to.image);
+            }
         }
     }
 }
@@ -58,6 +60,10 @@ pub(super) struct Oracle {
     /// The snapshots whose content was read, and the roll-backs.
     pub(super) snapshots_read: u64,
     pub(super) roll_backs: u64,
+    /// The content of every snapshot that was ever taken. No two have the same name.
+    taken: BTreeMap<String, Image>,
+    /// The reads of clones.
+    pub(super) clones_read: u64,
     stamp: u64,
 }
 
@@ -132,8 +138,19 @@ impl Oracle {
         self.roll_backs += u64::from(matches!(change, Change::RollBack(_)));
         if let Some(writer) = self.writers.get_mut(&epoch) {
             change.apply(&mut writer.current);
+            if let Change::Take(name) = &change {
+                self.taken.insert(name.clone(), writer.current.image);
+            }
             writer.changes.push(change);
         }
+    }
+
+    /// The last change, a deletion, was refused.
+    pub(super) fn keep(&mut self, epoch: u64) {
+        let Some(writer) = self.writers.get_mut(&epoch) else { return };
+        let Some(Change::Delete(name)) = writer.changes.pop() else { return };
+        let image = self.taken[&name];
+        writer.current.snapshots.insert(name, image);
     }
 
     /// The changes that the writer has begun.
@@ -160,6 +177,25 @@ impl Oracle {
             let text = format!("epoch {epoch} reads {found:?} at sector {begin}, not {expected:?}");
             self.violate(text);
         }
+    }
+
+    /// The content of a snapshot that was taken.
+    pub(super) fn taken(&self, name: &str) -> Option<Image> {
+        self.taken.get(name).copied()
+    }
+
+    /// A clone, whose sectors are `expected`, was read.
+    pub(super) fn read_clone(&mut self, name: &str, expected: &Image, found: &Image) {
+        self.clones_read += 1;
+        if expected != found {
+            self.violate(format!("a clone of {name} reads {found:?}, not {expected:?}"));
+        }
+    }
+
+    /// A stamp that no other write has.
+    pub(super) fn next_stamp(&mut self) -> u64 {
+        self.stamp += 1;
+        self.stamp
     }
 
     /// The writer has read a snapshot.

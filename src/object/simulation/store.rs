@@ -188,9 +188,20 @@ fn text(request: &Request) -> String {
 pub(super) struct Client {
     pub(super) cloud: Arc<Mutex<Cloud>>,
     pub(super) actor: usize,
+    /// Begins the names of the volume's objects.
+    pub(super) prefix: String,
 }
 
 impl Client {
+    /// The store of another volume.
+    pub(super) fn of_volume(&self, prefix: &str) -> Self {
+        Self { prefix: prefix.to_owned(), ..self.clone() }
+    }
+
+    fn named(&self, name: &str) -> String {
+        format!("{}{name}", self.prefix)
+    }
+
     fn cloud(&self) -> MutexGuard<'_, Cloud> {
         self.cloud.lock().unwrap()
     }
@@ -255,11 +266,11 @@ impl Drop for InFlight {
 
 impl Store for Client {
     fn create<'a>(&'a self, name: &'a str, bytes: &'a [u8]) -> Pending<'a, Result<()>> {
-        Box::pin(self.done(Request::Create(name.to_owned(), Arc::new(bytes.to_owned()))))
+        Box::pin(self.done(Request::Create(self.named(name), Arc::new(bytes.to_owned()))))
     }
 
     fn read<'a>(&'a self, name: &'a str, range: Range<u64>) -> Pending<'a, Result<Vec<u8>>> {
-        let read = self.send(Request::Read(name.to_owned(), range));
+        let read = self.send(Request::Read(self.named(name), range));
         Box::pin(async move {
             match read.await? {
                 Answer::Bytes(bytes) => Ok(bytes),
@@ -269,17 +280,20 @@ impl Store for Client {
     }
 
     fn list<'a>(&'a self, prefix: &'a str, after: &'a str) -> Pending<'a, Result<Vec<String>>> {
-        let list = self.send(Request::List(prefix.to_owned(), after.to_owned()));
+        let list = self.send(Request::List(self.named(prefix), self.named(after)));
         Box::pin(async move {
             match list.await? {
-                Answer::Names(names) => Ok(names),
+                Answer::Names(names) => {
+                    let own = |name: String| name[self.prefix.len()..].to_owned();
+                    Ok(names.into_iter().map(own).collect())
+                }
                 _ => unreachable!("the answer is that of the request"),
             }
         })
     }
 
     fn delete<'a>(&'a self, name: &'a str) -> Pending<'a, Result<()>> {
-        Box::pin(self.done(Request::Delete(name.to_owned())))
+        Box::pin(self.done(Request::Delete(self.named(name))))
     }
 
     fn back_off(&self, _attempt: u32) -> Pending<'_, ()> {

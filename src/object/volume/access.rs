@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::codec::{Damage, Identity, PREFIX_BYTES, nonce_of};
+use crate::codec::{Damage, Description, Identity, PREFIX_BYTES, nonce_of};
 use crate::name::{Name, Nonce, Position, VolumeId};
 use crate::rules::{Rule, applies};
 use crate::store::{Store, StoreError};
@@ -45,6 +45,9 @@ pub enum Failure {
     /// The snapshot does not exist.
     #[error("the snapshot does not exist")]
     NoSnapshot,
+    /// A clone needs the snapshot.
+    #[error("the snapshot has clones")]
+    HasClones,
     /// The request is invalid.
     #[error("invalid request: {0}")]
     Invalid(&'static str),
@@ -65,11 +68,67 @@ pub(super) struct Access {
     store: Arc<dyn Store>,
     pub(super) volume: VolumeId,
     pub(super) nonce: Nonce,
+    /// What the volume was cloned from.
+    parent: Option<Arc<Ancestor>>,
+}
+
+/// A volume from which another one was cloned, with its own parents behind it.
+pub(super) struct Ancestor {
+    pub(super) access: Access,
+    pub(super) description: Description,
 }
 
 impl Access {
     pub(super) fn new(store: Arc<dyn Store>, volume: VolumeId, nonce: Nonce) -> Self {
-        Self { store, volume, nonce }
+        Self { store, volume, nonce, parent: None }
+    }
+
+    /// The access of a clone to its parents.
+    pub(super) fn with_parent(self, parent: Option<Ancestor>) -> Self {
+        Self { parent: parent.map(Arc::new), ..self }
+    }
+
+    /// What the volume was cloned from.
+    pub(super) fn parent(&self) -> Option<&Ancestor> {
+        self.parent.as_deref()
+    }
+
+    /// The access to an ancestor: 0 is the volume itself, 1 its parent, and so on.
+    ///
+    /// # Errors
+    /// Returns an error if there is no such ancestor.
+    pub(super) fn of(&self, ancestor: u8) -> Result<&Self, Failure> {
+        let mut access = self;
+        for _ in 0..ancestor {
+            let parent = access.parent().ok_or(Failure::Unsupported("a parent"))?;
+            access = &parent.access;
+        }
+        Ok(access)
+    }
+
+    /// Creates an object without content, unless it exists: its name says everything.
+    ///
+    /// # Errors
+    /// Returns the error of the store; the object may exist then, or be created later.
+    pub(super) async fn create_empty(&self, name: Name) -> Result<(), Failure> {
+        let text = name.to_string();
+        let mut failures = 0;
+        loop {
+            // A store may report that the object exists although it does not.
+            let error = match self.store.create(&text, b"").await {
+                Ok(()) => return Ok(()),
+                Err(StoreError::Exists) => match self.store.read(&text, 0..1).await {
+                    Ok(_) => return Ok(()),
+                    Err(error) => error,
+                },
+                Err(error) => error,
+            };
+            failures += 1;
+            if failures >= MAX_ATTEMPTS || is_final(&error) {
+                return Err(Failure::Store { name: text, error });
+            }
+            self.store.back_off(failures).await;
+        }
     }
 
     /// The identity of the object with this name.

@@ -163,7 +163,7 @@ impl Shared {
         let place = usize::try_from(number).unwrap_or(usize::MAX);
         old.extend(state.map.root().get(place).copied().flatten());
         state.map.replace(number, id, pages, &numbers);
-        state.supersede(old.into_iter().map(name), at);
+        state.supersede(old.into_iter().filter(is_own).map(name), at);
         Ok(())
     }
 
@@ -221,6 +221,11 @@ impl Shared {
             Put::Foreign => Err(Failure::Fenced),
         }
     }
+}
+
+/// Whether a page is one of this volume, and not of a parent.
+fn is_own(id: &PageId) -> bool {
+    id.ancestor == 0 || !applies(Rule::OwnObjects)
 }
 
 fn name(id: PageId) -> Name {

@@ -202,7 +202,8 @@ impl Shared {
                     .with_map(|state| {
                         let Some(page) = state.map.leaf(number)? else { return Ok(Vec::new()) };
                         let found = page.pieces(part.clone()).filter_map(|(piece, entry)| {
-                            let entry = entry.filter(|entry| entry.object == victim)?;
+                            let entry = entry
+                                .filter(|entry| entry.ancestor == 0 && entry.object == victim)?;
                             let skip = entry.skip + (piece.start - entry.offset);
                             let length = piece.end - piece.start;
                             Some(Entry { offset: piece.start, length, skip, ..*entry })

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use super::access::{Access, Failure, Put};
+use super::access::{Access, Ancestor, Failure, Put};
+use super::lineage::{self, NoParents, Parents};
 use super::opening::{self, Kept};
 use super::recovery::recover;
 use super::{Config, Volume};
@@ -38,10 +39,24 @@ impl Place {
     /// Returns `Lost(Description)` if there is no volume, and another error if its description is damaged or if
     /// the store fails.
     pub async fn find(store: Arc<dyn Store>, nonce: Nonce) -> Result<Self, Failure> {
-        let unknown = Access::new(Arc::clone(&store), crate::name::VolumeId([0; 16]), nonce);
-        let found = unknown.decode(Name::Description, Description::decode).await?;
-        let description = found.ok_or(Failure::Lost(Name::Description))?;
-        Ok(Self { access: Access::new(store, description.volume, nonce), description })
+        Self::find_clone(store, nonce, &NoParents).await
+    }
+
+    /// Finds a volume that may be a clone.
+    ///
+    /// # Errors
+    /// As [`Place::find`]; also if a parent cannot be found.
+    pub async fn find_clone(
+        store: Arc<dyn Store>,
+        nonce: Nonce,
+        parents: &dyn Parents,
+    ) -> Result<Self, Failure> {
+        let Ancestor { access, description } = lineage::find(store, nonce, parents).await?;
+        Ok(Self { access, description })
+    }
+
+    pub(super) fn access(&self) -> &Access {
+        &self.access
     }
 
     /// What never changes of the volume.
@@ -81,7 +96,7 @@ impl Place {
     }
 
     /// Claims the next epoch, whoever has the newest one.
-    pub(super) async fn claim_next(&self, owner: &str) -> Result<u64, Failure> {
+    pub(crate) async fn claim_next(&self, owner: &str) -> Result<u64, Failure> {
         opening::claim_next(&self.access, owner).await
     }
 

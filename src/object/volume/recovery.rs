@@ -1,11 +1,12 @@
 //! The content of a volume from its history: the checkpoint from which the history starts, and the slots above it.
 
 use super::Config;
-use super::access::{Access, Failure};
+use super::access::{Access, Ancestor, Failure};
 use super::opening::{Kept, Opened};
 use super::shared::Shared;
+use super::tasks::Part;
 use super::{table, usage};
-use crate::codec::{Checkpoint, Description, LogObject, Snapshot, Usage};
+use crate::codec::{Checkpoint, Description, LogObject, Parent, Snapshot, Usage};
 use crate::name::{Name, Position};
 
 /// The end of a history: before the record with this number in the slot.
@@ -66,7 +67,11 @@ async fn replay_all(
     let size = checkpoint.as_ref().map_or(description.size, |checkpoint| checkpoint.size);
     let root = checkpoint.as_mut().map_or_else(Vec::new, |found| std::mem::take(&mut found.index));
     let leaves = size.div_ceil(description.page_bytes.into());
-    let map = table::Table::new(root, leaves, config.map_bytes);
+    let inherited = match (base, &description.parent, access.parent()) {
+        (None, Some(parent), Some(ancestor)) => Some(inherit(ancestor, parent, &config).await?),
+        _ => None,
+    };
+    let map = inherited.unwrap_or_else(|| table::Table::new(root, leaves, config.map_bytes));
     let shared = Shared::new(access, config, opened.epoch, (description, size), (map, usage));
     if let Some(checkpoint) = checkpoint {
         shared.lock().snapshots.load(base, checkpoint);
@@ -79,6 +84,20 @@ async fn replay_all(
     }
     shared.lock().snapshots.follow(opened.history.cuts);
     Ok(shared)
+}
+
+/// Returns the map of the snapshot from which a volume was cloned.
+fn inherit<'a>(
+    ancestor: &'a Ancestor,
+    parent: &'a Parent,
+    config: &Config,
+) -> Part<'a, Result<table::Table, Failure>> {
+    let (access, config) = (ancestor.access.clone(), config.clone());
+    let snapshot = (u64::MAX, &parent.snapshot);
+    Box::pin(async move {
+        let content = recover_snapshot(access, config, &ancestor.description, snapshot).await?;
+        Ok(content.into_inherited())
+    })
 }
 
 /// Reads a checkpoint that something refers to.

@@ -196,7 +196,8 @@ impl Shared {
         let name = Name::Slot(entry.object);
         let begin = u64::from(entry.extent_at);
         let range = begin..begin + u64::from(entry.extent_length);
-        let Some(bytes) = self.access.read(name, range).await? else {
+        let access = self.access.of(entry.ancestor)?;
+        let Some(bytes) = access.read(name, range).await? else {
             return Err(Failure::Lost(name));
         };
         let extent = Extent { offset: 0, length: entry.extent_length, checksum: entry.checksum };

@@ -9,7 +9,7 @@ use std::task::{Poll, Waker};
 use super::Config;
 use super::access::{Access, Failure};
 use super::snapshots::Snapshots;
-use super::table::{self, Missing};
+use super::table::{self, Missing, inherited_entries, inherited_pages};
 use super::tail::Tail;
 use super::usage;
 use crate::codec::{Description, Index, Leaf, MAX_MAP_PAGES};
@@ -183,6 +183,12 @@ impl Shared {
         self.size.load(Ordering::Acquire)
     }
 
+    /// The map of the volume, for a clone of what it has now.
+    pub(super) fn into_inherited(self) -> table::Table {
+        let state = self.state.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+        state.map.inherited()
+    }
+
     /// Gives the volume another content.
     pub(super) fn become_content_of(&self, other: Self, at: Position) {
         let other_state = other.state.into_inner();
@@ -263,20 +269,18 @@ impl Shared {
 
     async fn load(&self, missing: Missing) -> Result<(), Failure> {
         let (Missing::Index(_, id) | Missing::Leaf(_, id)) = missing;
-        if id.ancestor != 0 {
-            return Err(Failure::Unsupported("a parent"));
-        }
+        let access = self.access.of(id.ancestor)?;
         let name = Name::Page { epoch: id.epoch, number: id.number };
-        let identity = self.access.identity(id.epoch, id.number);
+        let identity = access.identity(id.epoch, id.number);
         let is_found = match missing {
             Missing::Index(number, id) => {
-                let page = self.access.decode(name, |bytes| Index::decode(identity, bytes)).await?;
-                let pages = page.map(|page| page.pages);
+                let page = access.decode(name, |bytes| Index::decode(identity, bytes)).await?;
+                let pages = page.map(|page| inherited_pages(page.pages, id.ancestor));
                 pages.map(|pages| self.lock().map.supply_index(number, id, pages)).is_some()
             }
             Missing::Leaf(number, id) => {
-                let page = self.access.decode(name, |bytes| Leaf::decode(identity, bytes)).await?;
-                let entries = page.map(|page| page.entries);
+                let page = access.decode(name, |bytes| Leaf::decode(identity, bytes)).await?;
+                let entries = page.map(|page| inherited_entries(page.entries, id.ancestor));
                 entries.map(|entries| self.lock().map.supply_leaf(number, id, entries)).is_some()
             }
         };

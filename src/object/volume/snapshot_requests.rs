@@ -8,6 +8,7 @@ use super::snapshots::Snapshots;
 use super::tasks::Part;
 use crate::codec::{MAX_NAME_BYTES, MAX_SNAPSHOTS, Record, Snapshot};
 use crate::name::{Position, SnapshotId};
+use crate::rules::{Rule, applies};
 
 impl Shared {
     pub(super) async fn take_snapshot(
@@ -66,6 +67,10 @@ impl Shared {
     }
 
     pub(super) async fn delete_snapshot(&self, id: SnapshotId) -> Result<(), Failure> {
+        if self.lock().snapshots.find(id).is_none() {
+            return Err(Failure::NoSnapshot);
+        }
+        let token = self.forbid_clones(id).await?;
         self.admit(0).await?;
         {
             let mut state = self.lock();
@@ -79,7 +84,11 @@ impl Shared {
             state.checkpoints.wanted = true;
             state.changed();
         }
-        self.flush().await
+        self.flush().await?;
+        if !applies(Rule::KeepToken) {
+            let _ = self.access.delete(token).await;
+        }
+        Ok(())
     }
 
     pub(super) async fn roll_back(&self, id: SnapshotId) -> Result<(), Failure> {

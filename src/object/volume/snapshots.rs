@@ -30,8 +30,9 @@ struct Known {
 #[derive(Default)]
 pub(super) struct Snapshots {
     known: Vec<Known>,
-    /// The number of the next snapshot of this epoch.
+    /// The number of the next snapshot of this epoch, and of the next attempt to delete one.
     next: u64,
+    attempts: u64,
     /// The newest checkpoint that a confirmed record of the log names.
     confirmed: Start,
     /// The later ones, whose records are not confirmed.
@@ -94,6 +95,12 @@ impl Snapshots {
         (SnapshotId { epoch, number }, start, cuts)
     }
 
+    /// The number of the next attempt to delete a snapshot.
+    pub(super) fn next_attempt(&mut self) -> u64 {
+        self.attempts += 1;
+        self.attempts
+    }
+
     /// The newest checkpoint that a record of the log names.
     fn start(&self) -> Start {
         self.named.back().copied().unwrap_or(self.confirmed)
@@ -115,9 +122,6 @@ impl Snapshots {
     pub(super) fn delete(&mut self, id: SnapshotId, at: Position) {
         let found = self.known.iter_mut().find(|known| known.snapshot.id == id);
         found.into_iter().for_each(|known| known.deleted = Some(at));
-        if !applies(Rule::DeletedSnapshots) {
-            self.known.retain(|known| known.deleted.is_none());
-        }
     }
 
     /// A record in slot `at` that rolls the volume back was appended, or is applied.
@@ -206,7 +210,11 @@ impl Snapshots {
     /// The snapshots whose objects are kept; with `covered`, without those whose deletion this slot covers.
     fn needing(&self, covered: Option<Position>) -> impl Iterator<Item = &Snapshot> {
         let is_needed = move |known: &&Known| {
-            let is_left = covered.is_none_or(|at| known.deleted.is_none_or(|deleted| deleted > at));
+            let is_covered = |deleted| covered.is_some_and(|at| deleted <= at);
+            let is_left = match known.deleted {
+                Some(_) if !applies(Rule::DeletedSnapshots) => false,
+                deleted => !deleted.is_some_and(is_covered),
+            };
             let is_early = covered.is_none_or(|at| known.snapshot.at.0 <= at);
             is_left && (is_early || applies(Rule::LaterSnapshots)) && applies(Rule::KeepSnapshots)
         };

@@ -33,7 +33,7 @@ impl Shared {
     /// # Errors
     /// Returns the error of the store; a part is deleted then.
     pub(super) async fn sweep(&self, reach: Reach) -> Result<(), Failure> {
-        for kind in ["log", "page", "ckpt"] {
+        for kind in ["log", "page", "ckpt", "dead"] {
             let mut after = String::new();
             let end = self.end_of(kind, reach);
             loop {
@@ -64,6 +64,8 @@ impl Shared {
             ("ckpt", Reach::Own(Start { base: Some(at), .. })) if at.epoch == self.epoch => {
                 Name::Checkpoint(at).to_string()
             }
+            // All tokens.
+            ("dead", _) => "dead0".to_owned(),
             _ => prefix_of(kind, self.epoch),
         }
     }
@@ -84,7 +86,7 @@ impl Shared {
                 if state.snapshots.is_rolled_back() {
                     return Ok(());
                 }
-                is_needed(&state, name, &superfluous, &walked)
+                self.is_needed(&state, name, &superfluous, &walked)
             };
             if !is_needed && self.may_delete(name).await? {
                 self.access.delete(name).await?;
@@ -129,7 +131,8 @@ impl Shared {
         checkpoint.usage.iter().flatten().for_each(|id| remove(pages, *id));
         for id in checkpoint.index.into_iter().flatten() {
             remove(pages, id);
-            if !seen.insert((id.epoch, id.number)) {
+            // A page of a parent refers to pages of parents only.
+            if id.ancestor != 0 || !seen.insert((id.epoch, id.number)) {
                 continue;
             }
             let name = Name::Page { epoch: id.epoch, number: id.number };
@@ -139,6 +142,31 @@ impl Shared {
             index.pages.into_iter().flatten().for_each(|id| remove(pages, id));
         }
         Ok(())
+    }
+
+    /// Whether an object of a sweep is needed. Nothing has referred to the pages in `superfluous`, but for snapshots that
+    /// are not in `walked`.
+    fn is_needed(
+        &self,
+        state: &State,
+        name: Name,
+        superfluous: &Pages,
+        walked: &[SnapshotId],
+    ) -> bool {
+        state.garbage.is_held(name)
+            || match name {
+                Name::Slot(at) => state.usage.contains(at),
+                Name::Page { epoch, number } => {
+                    !superfluous.contains(&(epoch, number))
+                        || state.snapshots.may_need_page(epoch, number, walked)
+                }
+                Name::Checkpoint(at) => state.snapshots.need_checkpoint(at),
+                // A token of an earlier writer that has not deleted the snapshot.
+                Name::Token { snapshot, epoch, .. } => {
+                    epoch >= self.epoch || state.snapshots.find(snapshot).is_none()
+                }
+                _ => false,
+            }
     }
 
     /// Whether an object of an earlier epoch is not a seal. It must be read for that.
@@ -157,20 +185,7 @@ impl Shared {
 }
 
 fn remove(pages: &mut Pages, id: PageId) {
-    pages.remove(&(id.epoch, id.number));
-}
-
-/// Whether an object of a sweep is needed. Nothing has referred to the pages in `superfluous`, but for snapshots that
-/// are not in `walked`.
-fn is_needed(state: &State, name: Name, superfluous: &Pages, walked: &[SnapshotId]) -> bool {
-    state.garbage.is_held(name)
-        || match name {
-            Name::Slot(at) => state.usage.contains(at),
-            Name::Page { epoch, number } => {
-                !superfluous.contains(&(epoch, number))
-                    || state.snapshots.may_need_page(epoch, number, walked)
-            }
-            Name::Checkpoint(at) => state.snapshots.need_checkpoint(at),
-            _ => false,
-        }
+    if id.ancestor == 0 {
+        pages.remove(&(id.epoch, id.number));
+    }
 }

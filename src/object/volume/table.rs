@@ -72,6 +72,20 @@ impl Table {
         table
     }
 
+    /// The table of a clone: all objects are one generation older.
+    pub(super) fn inherited(mut self) -> Self {
+        self.root = inherited_pages(self.root, 1);
+        for cached in self.pages.values_mut() {
+            match &mut cached.content {
+                Content::Index(pages) => *pages = inherited_pages(std::mem::take(pages), 1),
+                Content::Leaf(page) => {
+                    *page = Page::new(inherited_entries(page.entries().to_vec(), 1));
+                }
+            }
+        }
+        self
+    }
+
     /// Makes room for a volume with this number of map pages.
     pub(super) fn extend(&mut self, leaves: u64) {
         let length = usize::try_from(leaves.div_ceil(MAX_CHILDREN as u64)).unwrap_or(usize::MAX);
@@ -262,4 +276,16 @@ pub(super) fn split(leaf: u64) -> (u64, usize) {
 
 fn leaf_bytes(page: &Page) -> usize {
     OVERHEAD_BYTES + size_of_val(page.entries())
+}
+
+/// Pages that an ancestor has written, as a clone refers to them.
+pub(super) fn inherited_pages(pages: Vec<Option<PageId>>, ancestor: u8) -> Vec<Option<PageId>> {
+    let older = |id: PageId| PageId { ancestor: id.ancestor.saturating_add(ancestor), ..id };
+    pages.into_iter().map(|id| id.map(older)).collect()
+}
+
+/// Entries that an ancestor has written, as a clone refers to them.
+pub(super) fn inherited_entries(entries: Vec<Entry>, ancestor: u8) -> Vec<Entry> {
+    let older = |entry: Entry| Entry { ancestor: entry.ancestor.saturating_add(ancestor), ..entry };
+    entries.into_iter().map(older).collect()
 }

@@ -148,6 +148,9 @@ impl Table {
 
     /// Counts bytes to which the map no longer refers.
     pub(super) fn lose(&mut self, freed: Freed) {
+        if freed.ancestor != 0 {
+            return;
+        }
         if let Some(object) = self.objects.get_mut(&freed.object) {
             object.live = object.live.saturating_sub(freed.bytes);
             if object.live == 0 {

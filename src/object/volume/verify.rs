@@ -19,7 +19,7 @@ impl Shared {
                     Ok(state.map.leaf(number)?.map_or(Vec::new(), |page| page.entries().to_vec()))
                 })
                 .await?;
-            for entry in entries {
+            for entry in entries.into_iter().filter(|entry| entry.ancestor == 0) {
                 *found.entry(entry.object).or_default() += entry.length;
             }
         }

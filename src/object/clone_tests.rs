@@ -1,0 +1,256 @@
+//! Clones on a store that always works, and the rules between the creator of a clone and the deleter of a snapshot.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use crate::name::{Nonce, SnapshotId, VolumeId};
+use crate::rules::{Rule, without};
+use crate::snapshot_tests::{settle, take};
+use crate::store::{Pending, Store, StoreError};
+use crate::tests::{Memory, block_on, byte_at, create, open, put, with_volume};
+use crate::volume::{Config, Failure, NewClone, Parents, Place, Volume};
+
+/// Stores by their locations, which are their indices.
+struct Stores<'a>(&'a [Arc<dyn Store>]);
+
+impl Parents for Stores<'_> {
+    fn store(&self, location: &str) -> Result<Arc<dyn Store>, StoreError> {
+        let found = location.parse().ok().and_then(|at: usize| self.0.get(at));
+        found.cloned().ok_or(StoreError::NotFound)
+    }
+}
+
+impl Stores<'_> {
+    fn place(&self, at: usize, nonce: u8) -> Place {
+        let store = Arc::clone(&self.0[at]);
+        block_on(Place::find_clone(store, Nonce([nonce; 16]), self)).unwrap()
+    }
+
+    fn open(&self, at: usize, nonce: u8) -> Volume {
+        let place = self.place(at, nonce);
+        let opened = async { place.open(place.claim_next("node").await?, Config::default()).await };
+        block_on(opened).unwrap()
+    }
+
+    /// Clones a snapshot of the volume in the store before.
+    fn clone_to(&self, at: usize, snapshot: SnapshotId) -> Result<(), Failure> {
+        let (store, location) = (Arc::clone(&self.0[at]), (at - 1).to_string());
+        let new =
+            NewClone { volume: VolumeId([u8::try_from(at).unwrap() + 10; 16]), store, location };
+        block_on(self.place(at - 1, 99).create_clone(snapshot, &new))
+    }
+}
+
+#[test]
+fn a_clone_of_a_clone_keeps_its_content_and_its_snapshot() {
+    let memories: Vec<Arc<Memory>> = (0..3).map(|_| Arc::default()).collect();
+    let all: Vec<Arc<dyn Store>> = memories.iter().map(|one| Arc::clone(one) as _).collect();
+    let stores = Stores(&all);
+    create(&all[0], 8 << 20);
+    let first = open(&all[0], 10, Config::default()).unwrap();
+    let fill = |volume: &Volume, from: u64, byte: u8| {
+        with_volume(volume, async {
+            for number in from..8 {
+                volume.write((number << 20) + 512, &[byte; 4096]).await?;
+            }
+            volume.flush().await
+        })
+        .unwrap();
+    };
+    fill(&first, 0, 1);
+    let id = take(&first, "s");
+    let before = memories[0].objects.lock().unwrap().len();
+    stores.clone_to(1, id).unwrap();
+    let now = [0, 1].map(|at| memories[at].objects.lock().unwrap().len());
+    assert_eq!(now, [before + 1, 1], "the pin and the description");
+    fill(&first, 0, 2);
+    settle(&first, &memories[0]);
+    let refused = with_volume(&first, async { first.delete_snapshot(id).await });
+    assert_eq!(refused, Err(Failure::HasClones));
+
+    let second = stores.open(1, 20);
+    fill(&second, 4, 3);
+    settle(&second, &memories[1]);
+    let inner = take(&second, "t");
+    fill(&second, 0, 4);
+    settle(&second, &memories[1]);
+    stores.clone_to(2, inner).unwrap();
+    for nonce in [30, 31] {
+        let third = stores.open(2, nonce);
+        let byte = |offset| with_volume(&third, async { byte_at(&third, offset).await });
+        assert_eq!((byte(512), byte((7 << 20) + 512), byte(0)), (Ok(1), Ok(3), Ok(99)));
+        settle(&third, &memories[2]);
+    }
+    block_on(stores.place(1, 40).unpin()).unwrap();
+    with_volume(&first, async { first.delete_snapshot(id).await }).unwrap();
+    assert_eq!(stores.clone_to(1, id), Err(Failure::NoSnapshot));
+}
+
+/// What happens before a put.
+type Event = Box<dyn FnOnce() + Send>;
+
+/// A store in which something happens before the first put of a name with a prefix.
+struct Interposed {
+    inner: Arc<Memory>,
+    event: Mutex<Option<(&'static str, Event)>>,
+}
+
+impl Interposed {
+    fn before(&self, prefix: &'static str, event: impl FnOnce() + Send + 'static) {
+        *self.event.lock().unwrap() = Some((prefix, Box::new(event)));
+    }
+}
+
+impl Store for Interposed {
+    fn create<'a>(&'a self, name: &'a str, bytes: &'a [u8]) -> Pending<'a, Result<(), StoreError>> {
+        let mut event = self.event.lock().unwrap();
+        let due = event.take_if(|(prefix, _)| name.starts_with(*prefix));
+        drop(event);
+        if let Some((_, event)) = due {
+            event();
+        }
+        self.inner.create(name, bytes)
+    }
+
+    fn read<'a>(
+        &'a self,
+        name: &'a str,
+        range: Range<u64>,
+    ) -> Pending<'a, Result<Vec<u8>, StoreError>> {
+        self.inner.read(name, range)
+    }
+
+    fn list<'a>(
+        &'a self,
+        prefix: &'a str,
+        after: &'a str,
+    ) -> Pending<'a, Result<Vec<String>, StoreError>> {
+        self.inner.list(prefix, after)
+    }
+
+    fn delete<'a>(&'a self, name: &'a str) -> Pending<'a, Result<(), StoreError>> {
+        self.inner.delete(name)
+    }
+
+    fn back_off(&self, attempt: u32) -> Pending<'_, ()> {
+        self.inner.back_off(attempt)
+    }
+}
+
+/// A volume with a snapshot, and the place of a clone.
+struct Pair {
+    memory: Arc<Memory>,
+    store: Arc<Interposed>,
+    stores: [Arc<dyn Store>; 2],
+    volume: Volume,
+    id: SnapshotId,
+}
+
+impl Pair {
+    fn new() -> Self {
+        let memory = Arc::<Memory>::default();
+        let store = Arc::new(Interposed { inner: Arc::clone(&memory), event: Mutex::new(None) });
+        let stores: [Arc<dyn Store>; 2] = [Arc::clone(&store) as _, Arc::<Memory>::default()];
+        create(&stores[0], 1 << 20);
+        let volume = open(&stores[0], 10, Config::default()).unwrap();
+        with_volume(&volume, async { put(&volume, 0, 1).await }).unwrap();
+        let id = take(&volume, "s");
+        Self { memory, store, stores, volume, id }
+    }
+
+    fn delete(&self) -> Result<(), Failure> {
+        with_volume(&self.volume, async { self.volume.delete_snapshot(self.id).await })
+    }
+
+    fn create_clone(&self) -> Result<(), Failure> {
+        Stores(&self.stores).clone_to(1, self.id)
+    }
+}
+
+/// Whether a snapshot is deleted that has a clone.
+fn is_lost_between(
+    events: impl FnOnce(Arc<Pair>) -> [Result<(), Failure>; 2],
+    rule: Option<Rule>,
+) -> bool {
+    without(rule, || events(Arc::new(Pair::new())) == [Ok(()), Ok(())])
+}
+
+/// A snapshot is deleted between the look of a clone's creator at it, and the pin.
+fn deleted_before_the_pin(pair: Arc<Pair>) -> [Result<(), Failure>; 2] {
+    let deleted = Arc::new(Mutex::new(Err(Failure::HasClones)));
+    let (other, result) = (Arc::clone(&pair), Arc::clone(&deleted));
+    pair.store.before("pin/", move || *result.lock().unwrap() = other.delete());
+    let cloned = pair.create_clone();
+    let deleted = deleted.lock().unwrap().clone();
+    [deleted, cloned]
+}
+
+/// A clone is created before the deleter has created its token.
+fn cloned_before_the_token(pair: Arc<Pair>) -> [Result<(), Failure>; 2] {
+    let cloned = Arc::new(Mutex::new(Err(Failure::NoSnapshot)));
+    let (other, result) = (Arc::clone(&pair), Arc::clone(&cloned));
+    pair.store.before("dead/", move || *result.lock().unwrap() = other.create_clone());
+    let deleted = pair.delete();
+    let cloned = cloned.lock().unwrap().clone();
+    [deleted, cloned]
+}
+
+/// The removal of the token of an attempt that was given up is executed again, after a second attempt.
+fn removed_again_after_the_second_attempt(pair: Arc<Pair>) -> [Result<(), Failure>; 2] {
+    let first = Arc::new(Mutex::new(String::new()));
+    let pin = format!("pin/{}/{}", pair.id, VolumeId([9; 16]));
+    block_on(pair.memory.create(&pin, b"")).unwrap();
+    // The first attempt is the first of its epoch, or has the name of all attempts.
+    assert_eq!(pair.delete(), Err(Failure::HasClones));
+    let (epoch, attempt) = match crate::rules::applies(Rule::UniqueToken) {
+        true => (1, 1),
+        false => (0, 0),
+    };
+    *first.lock().unwrap() = format!("dead/{}/{epoch:016x}-{attempt:016x}", pair.id);
+    block_on(pair.memory.delete(&pin)).unwrap();
+    let deleted = Arc::new(Mutex::new(Err(Failure::HasClones)));
+    let (other, result) = (Arc::clone(&pair), Arc::clone(&deleted));
+    pair.store.before("pin/", move || {
+        *result.lock().unwrap() = other.delete();
+        block_on(other.memory.delete(&first.lock().unwrap())).unwrap();
+    });
+    let cloned = pair.create_clone();
+    let deleted = deleted.lock().unwrap().clone();
+    [deleted, cloned]
+}
+
+#[test]
+fn a_snapshot_is_deleted_or_cloned_and_each_rule_is_needed_for_that() {
+    for rule in [Rule::LookForToken, Rule::KeepToken] {
+        assert!(is_lost_between(deleted_before_the_pin, Some(rule)), "without {rule:?}");
+    }
+    assert!(!is_lost_between(deleted_before_the_pin, None));
+    assert!(is_lost_between(cloned_before_the_token, Some(Rule::TokenFirst)));
+    assert!(!is_lost_between(cloned_before_the_token, None));
+    assert!(is_lost_between(removed_again_after_the_second_attempt, Some(Rule::UniqueToken)));
+    assert!(!is_lost_between(removed_again_after_the_second_attempt, None));
+}
+
+#[test]
+fn a_clone_deletes_no_page_of_its_parent() {
+    let read_again = |rule| {
+        without(rule, || {
+            let memories: [Arc<Memory>; 2] = [Arc::default(), Arc::default()];
+            let all: Vec<Arc<dyn Store>> =
+                memories.iter().map(|one| Arc::clone(one) as _).collect();
+            let stores = Stores(&all);
+            create(&all[0], 1 << 20);
+            let first = open(&all[0], 10, Config::default()).unwrap();
+            settle(&first, &memories[0]);
+            stores.clone_to(1, take(&first, "s")).unwrap();
+            let clone = stores.open(1, 20);
+            settle(&clone, &memories[1]);
+            // Own pages have the numbers of those of the parent, which the checkpoint has replaced.
+            let place = stores.place(1, 21);
+            let view = block_on(place.view(Config::default()))?;
+            block_on(byte_at(&view, 0))
+        })
+    };
+    assert_eq!(read_again(None), Ok(99));
+    assert!(read_again(Some(Rule::OwnObjects)).is_err());
+}

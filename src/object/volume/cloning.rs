@@ -1,0 +1,104 @@
+//! Clones: their creation, and the pins and tokens that keep a snapshot as long as a clone needs it.
+
+use std::sync::Arc;
+
+use super::access::{Access, Failure};
+use super::place::Place;
+use super::shared::Shared;
+use super::{Config, Volume};
+use crate::codec::{Description, MAX_LOCATION_BYTES, Parent};
+use crate::name::{Name, SnapshotId, VolumeId};
+use crate::rules::{Rule, applies};
+use crate::store::Store;
+
+/// A clone that is created.
+pub struct NewClone {
+    /// Its identity, which no other volume has.
+    pub volume: VolumeId,
+    /// The place of its objects.
+    pub store: Arc<dyn Store>,
+    /// Where its parent is, for [`super::Parents`].
+    pub location: String,
+}
+
+impl Place {
+    /// Creates a volume with the content of a snapshot of this one. The number of puts does not depend on what the
+    /// snapshot has.
+    ///
+    /// # Errors
+    /// Returns [`Failure::NoSnapshot`] if the snapshot does not exist or is being deleted, and another error if the
+    /// place has a volume already, or if a store fails.
+    pub async fn create_clone(&self, snapshot: SnapshotId, new: &NewClone) -> Result<(), Failure> {
+        if new.location.len() > MAX_LOCATION_BYTES {
+            return Err(Failure::Invalid("the location of the parent is too long"));
+        }
+        let existing = self.view(Config::default()).await?.snapshots();
+        let found = existing.into_iter().find(|found| found.id == snapshot);
+        let found = found.ok_or(Failure::NoSnapshot)?;
+        let own = self.description();
+        let description = Description {
+            volume: new.volume,
+            nonce: self.access().nonce,
+            size: found.size,
+            page_bytes: own.page_bytes,
+            parent: Some(Parent {
+                volume: own.volume,
+                location: new.location.clone(),
+                snapshot: found,
+            }),
+        };
+        Volume::create(Arc::clone(&new.store), &description).await?;
+        let pin = Name::Pin(snapshot, new.volume);
+        self.access().create_empty(pin).await?;
+        let is_deleted = !self.access().list(&tokens(snapshot), "").await?.is_empty();
+        if is_deleted && applies(Rule::LookForToken) {
+            self.access().delete(pin).await?;
+            let access = Access::new(Arc::clone(&new.store), new.volume, description.nonce);
+            access.delete(Name::Description).await?;
+            return Err(Failure::NoSnapshot);
+        }
+        Ok(())
+    }
+
+    /// Ends the need of this volume for its parent. It must not be opened any more.
+    ///
+    /// # Errors
+    /// Returns an error if the store fails.
+    pub async fn unpin(&self) -> Result<(), Failure> {
+        match (&self.description().parent, self.access().parent()) {
+            (Some(parent), Some(ancestor)) => {
+                let pin = Name::Pin(parent.snapshot.id, self.description().volume);
+                ancestor.access.delete(pin).await
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Shared {
+    /// Makes sure that no clone needs a snapshot, from now on.
+    pub(super) async fn forbid_clones(&self, snapshot: SnapshotId) -> Result<Name, Failure> {
+        let attempt = match applies(Rule::UniqueToken) {
+            true => self.lock().snapshots.next_attempt(),
+            false => 0,
+        };
+        let epoch = if applies(Rule::UniqueToken) { self.epoch } else { 0 };
+        let token = Name::Token { snapshot, epoch, attempt };
+        if applies(Rule::TokenFirst) {
+            self.access.create_empty(token).await?;
+        }
+        if !self.access.list(&format!("pin/{snapshot}/"), "").await?.is_empty() {
+            // The token of an attempt that fails is also removed by a sweep of a later writer.
+            self.access.delete(token).await?;
+            return Err(Failure::HasClones);
+        }
+        if !applies(Rule::TokenFirst) {
+            self.access.create_empty(token).await?;
+        }
+        Ok(token)
+    }
+}
+
+fn tokens(snapshot: SnapshotId) -> String {
+    format!("dead/{snapshot}/")
+}

@@ -1,0 +1,70 @@
+//! The volumes from which a volume was cloned: access to their objects, which it only reads.
+
+use std::sync::Arc;
+
+use super::access::{Access, Ancestor, Failure};
+use crate::codec::Description;
+use crate::name::{Name, Nonce, VolumeId};
+use crate::store::{Store, StoreError};
+
+/// The maximum number of volumes of which each is a clone of the next one.
+const MAX_DEPTH: usize = 16;
+
+/// Finds the stores of parents.
+pub trait Parents: Send + Sync {
+    /// Returns the store of the volume at a location that a description names.
+    ///
+    /// # Errors
+    /// Returns why the store cannot be used.
+    fn store(&self, location: &str) -> Result<Arc<dyn Store>, StoreError>;
+}
+
+/// For volumes that are no clones.
+pub(super) struct NoParents;
+
+impl Parents for NoParents {
+    fn store(&self, location: &str) -> Result<Arc<dyn Store>, StoreError> {
+        Err(StoreError::Refused(format!("the parent at {location} is not accessible")))
+    }
+}
+
+/// Reads the descriptions of a volume and of all its parents.
+///
+/// # Errors
+/// Returns `Lost(Description)` if the volume or a parent does not exist, and another error if a parent is another
+/// volume than before, or if a store fails.
+pub(super) async fn find(
+    store: Arc<dyn Store>,
+    nonce: Nonce,
+    parents: &dyn Parents,
+) -> Result<Ancestor, Failure> {
+    let mut found = vec![describe(store, nonce).await?];
+    while let Some(parent) = found.last().and_then(|(_, description)| description.parent.clone()) {
+        if found.len() >= MAX_DEPTH {
+            return Err(Failure::Unsupported("a clone of a clone, more than 16 times"));
+        }
+        let name = Name::Description.to_string();
+        let store = parents.store(&parent.location);
+        let store = store.map_err(|error| Failure::Store { name, error })?;
+        let (store, description) = describe(store, nonce).await?;
+        if description.volume != parent.volume {
+            return Err(Failure::Lost(Name::Description));
+        }
+        found.push((store, description));
+    }
+    let mut behind = None;
+    for (store, description) in found.into_iter().rev() {
+        let access = Access::new(store, description.volume, nonce).with_parent(behind.take());
+        behind = Some(Ancestor { access, description });
+    }
+    behind.ok_or(Failure::Lost(Name::Description))
+}
+
+async fn describe(
+    store: Arc<dyn Store>,
+    nonce: Nonce,
+) -> Result<(Arc<dyn Store>, Description), Failure> {
+    let unknown = Access::new(Arc::clone(&store), VolumeId([0; 16]), nonce);
+    let found = unknown.decode(Name::Description, Description::decode).await?;
+    Ok((store, found.ok_or(Failure::Lost(Name::Description))?))
+}
