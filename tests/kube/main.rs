@@ -34,5 +34,6 @@ mod rbd;
 mod remediation;
 mod rights;
 mod scale;
+mod security;
 mod storage;
 mod taken_over;

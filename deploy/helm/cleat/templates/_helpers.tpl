@@ -15,6 +15,7 @@ securityContext:
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true
   capabilities: { drop: [ALL] }
+  seccompProfile: { type: RuntimeDefault }
 resources: {{- toYaml .values.resources | nindent 2 }}
 volumeMounts:
   - { name: socket, mountPath: /csi }
