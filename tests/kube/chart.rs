@@ -5,13 +5,11 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
+use cleat_grants::object::Generation;
 use cleat_kube::crd;
-use cleat_kube::grant::VolumeGrant;
 use cleat_kube::rights::{self, Extra};
 use cleat_node::config::{Config, Listen};
 use k8s_openapi::api::core::v1::PersistentVolume;
-use kube::ResourceExt;
-use kube::api::PostParams;
 use serde_json::{Value, json};
 
 use crate::cluster::installed::{DRIVER, snapshot_definitions};
@@ -20,7 +18,7 @@ use crate::control_plane::{ControlPlane, NAMESPACE};
 use crate::deploy::{
     DIRECTORIES, build, check_arguments, check_references, controller, documents, tool,
 };
-use crate::fixture::{World, finalizer, run_on};
+use crate::fixture::{Controller, World, finalizer, run_on};
 use crate::monitoring;
 
 const CHART: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/helm/cleat");
@@ -268,24 +266,106 @@ fn without_grants_there_is_no_controller() {
     assert!(!take_config(&mut by_name(objects)).csi.grants);
 }
 
-/// Creates a grant, and a PersistentVolume that a controller has attached.
-async fn use_a_volume(world: &World) -> (String, String) {
-    let grant = VolumeGrant::new(DRIVER, "shared/v", Default::default());
-    let grants = world.all::<VolumeGrant>();
-    let grant = grants.create(&PostParams::default(), &grant).await.unwrap().name_any();
-    let volume = json!({
-        "metadata": { "name": "used", "finalizers": [finalizer(DRIVER)] },
-        "spec": world.spec("shared/v"),
-    });
-    let volumes = world.all::<PersistentVolume>();
-    let volume = serde_json::from_value(volume).unwrap();
-    let volume = volumes.create(&PostParams::default(), &volume).await.unwrap().name_any();
-    (grant, volume)
+/// Returns a directory with the newest chart in the history that differs from this one.
+fn previous_chart() -> tempfile::TempDir {
+    const PATH: &str = "deploy/helm/cleat";
+    let git = |arguments: &[&str]| {
+        let mut command = Command::new("git");
+        command.args(arguments).current_dir(env!("CARGO_MANIFEST_DIR"));
+        command.output().unwrap()
+    };
+    let commits = git(&["log", "--format=%H", "--", PATH]).stdout;
+    let commits = String::from_utf8(commits).unwrap();
+    let differs = |commit: &&str| !git(&["diff", "--quiet", commit, "--", PATH]).status.success();
+    let previous = commits.lines().find(differs).expect("the history has an earlier chart");
+    let archive = git(&["archive", "--format=tar", previous, PATH]);
+    assert!(archive.status.success(), "{}", String::from_utf8_lossy(&archive.stderr));
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("chart.tar");
+    std::fs::write(&file, archive.stdout).unwrap();
+    let unpacked =
+        Command::new("tar").arg("-xf").arg(file).arg("-C").arg(directory.path()).status();
+    assert!(unpacked.unwrap().success());
+    directory
+}
+
+/// A volume that a pod on a node uses: attached by a real controller, with the rights that the release gives it.
+struct Used {
+    volume: String,
+    attachment: String,
+    node: String,
+    generation: Generation,
+}
+
+const HANDLE: &str = "shared/v";
+
+impl Used {
+    async fn start(world: &World) -> Self {
+        let node = world.node("a").await;
+        let volume = world.volume("used", HANDLE).await;
+        let attachment = world.attach(&volume, &node).await;
+        let generation = world.attached(&attachment).await;
+        world.mount(HANDLE, &node, generation).await;
+        Self { volume, attachment, node, generation }
+    }
+
+    /// Asserts that nothing has changed for the node that uses the volume.
+    async fn check(&self, world: &World) {
+        let grant = world.grant(HANDLE).await.unwrap();
+        assert_eq!(grant.metadata.deletion_timestamp, None);
+        let grant = grant.stored().grant;
+        let holder = grant.holder(&self.node).unwrap();
+        assert_eq!((holder.generation, holder.revoked), (self.generation, false));
+        let volume = world.all::<PersistentVolume>().get(&self.volume).await.unwrap();
+        assert_eq!(volume.metadata.deletion_timestamp, None);
+        let attachment = world.attachment(&self.attachment).await.unwrap();
+        assert_eq!(attachment.metadata.deletion_timestamp, None);
+        assert!(attachment.status.is_some_and(|status| status.attached));
+        for finalizers in [volume.metadata.finalizers, attachment.metadata.finalizers] {
+            assert!(finalizers.unwrap_or_default().contains(&finalizer(DRIVER)));
+        }
+    }
+
+    /// Ends the use.
+    async fn end(&self, world: &World) {
+        world.detach(&self.attachment).await;
+        world.revoked(HANDLE, &self.node).await;
+        world.release(HANDLE, &self.node, self.generation).await;
+        world.gone(&self.attachment).await;
+    }
+}
+
+/// Starts a controller with the rights that the release gives it.
+async fn start_controller(world: &World) -> Controller {
+    world.plane.make_controller_kubeconfig(NAMESPACE, "controller").await;
+    world.controller()
+}
+
+/// Installs the chart before this one, and this one over it, while a volume is in use.
+async fn upgrade(world: &World, usual: &[Value]) -> Used {
+    let home = world.plane.directory();
+    let previous = previous_chart();
+    let previous = previous.path().join("deploy/helm/cleat");
+    helm(home, &["install", "cleat", previous.to_str().unwrap()]).unwrap();
+    let controller = start_controller(world).await;
+    let used = Used::start(world).await;
+    helm(home, &["upgrade", "cleat", CHART]).unwrap();
+    for object in usual {
+        assert!(find(&world.client, object).await.is_some(), "{object} does not exist");
+    }
+    used.check(world).await;
+    // The same controller still has its rights.
+    let volume = world.volume("other", "shared/other").await;
+    let attachment = world.attach(&volume, &world.node("b").await).await;
+    world.attached(&attachment).await;
+    controller.stop().await;
+    used
 }
 
 #[test]
-fn a_release_is_installed_changed_and_removed_and_the_grants_stay() {
+fn a_release_is_upgraded_changed_and_removed_while_a_volume_is_in_use() {
     run_on(ControlPlane::empty(), async |world: World| {
+        let world = World { driver: DRIVER.to_owned(), ..world };
         let home = world.plane.directory();
         let usual = render(&[]).unwrap();
         let namespace = usual.iter().find(|object| object["kind"] == "Namespace").unwrap();
@@ -298,10 +378,7 @@ fn a_release_is_installed_changed_and_removed_and_the_grants_stay() {
             check(&world.client, object).await.unwrap_or_else(|error| panic!("{object}: {error}"));
         }
 
-        helm(home, &["install", "cleat", CHART]).unwrap();
-        for object in &usual {
-            assert!(find(&world.client, object).await.is_some(), "{object} does not exist");
-        }
+        let used = upgrade(&world, &usual).await;
         let of_kind = |kind: &str| usual.iter().find(|object| object["kind"] == kind).unwrap();
         let (definition, set) = (of_kind("CustomResourceDefinition"), of_kind("DaemonSet"));
         let template =
@@ -313,18 +390,18 @@ fn a_release_is_installed_changed_and_removed_and_the_grants_stay() {
         assert_eq!(deployment.data["spec"]["replicas"], 3);
         assert_ne!(template().await, before, "the changed configuration replaces no pod");
 
-        let (grant, volume) = use_a_volume(&world).await;
         let report = helm(home, &["uninstall", "cleat"]).unwrap();
         assert!(report.contains("kept due to the resource policy"), "{report}");
         for object in &usual {
             let is_kept = [definition, namespace].contains(&object);
             assert_eq!(find(&world.client, object).await.is_some(), is_kept, "{object}");
         }
-        // A new release takes the definition over, and finds the grants.
+        used.check(&world).await;
+        // A new release takes the definition over, and its controller continues with the volume.
         helm(home, &["install", "cleat", CHART]).unwrap();
-        let grant = world.all::<VolumeGrant>().get(&grant).await.unwrap();
-        let volume = world.all::<PersistentVolume>().get(&volume).await.unwrap();
-        assert_eq!(grant.metadata.deletion_timestamp, None);
-        assert_eq!(volume.metadata.deletion_timestamp, None);
+        let controller = start_controller(&world).await;
+        used.check(&world).await;
+        used.end(&world).await;
+        controller.stop().await;
     });
 }
