@@ -66,7 +66,7 @@ Examples:
 /// Show the volumes of a Kubernetes cluster, and what they wait for (also: kubectl cleat)
 ///
 /// Only reads objects of the API server, with the rights of the kubeconfig's user: PersistentVolumes, claims,
-/// VolumeAttachments, StorageClasses, pods, nodes and VolumeGrants. No node is asked.
+/// VolumeAttachments, StorageClasses, CSINodes, pods, nodes, events and VolumeGrants. No node is asked.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(super) struct Kubectl {
@@ -107,12 +107,13 @@ struct Node {
 
 /// Say in one sentence what a PersistentVolumeClaim waits for, and what to do
 ///
-/// Follows the claim to its PersistentVolume, pods, VolumeAttachment, grant and node, and shows the first place where
-/// this way stops.
+/// Follows the claim to its PersistentVolume, pods, VolumeAttachment, grant, node, device and the record at the storage, and
+/// shows the first place where this way stops. Device and record are shown as the node and the controller have reported
+/// them.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = WHY_EXAMPLES)]
 struct WhyArgs {
-    /// The name of the PersistentVolumeClaim
+    /// The name of the PersistentVolumeClaim, or NAMESPACE/NAME
     claim: String,
     /// Its namespace [default: that of the context]
     #[arg(short, long, value_name = "NAME")]

@@ -3,7 +3,8 @@
 use std::process::{Command, Output};
 
 use cleat_grants::object::{Reason, Signal, Truth};
-use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
+use k8s_openapi::api::core::v1::{Event, Node, PersistentVolume, PersistentVolumeClaim, Pod};
+use k8s_openapi::api::storage::v1::{CSIDriver, StorageClass};
 use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 
@@ -157,5 +158,251 @@ fn a_volume_of_ceph_csi_is_taken_over() {
         claims.create(&trial, &serde_json::from_value(renamed).unwrap()).await.unwrap();
         let (_, listed) = cleat(&world, &["volumes"]).await;
         assert_eq!(listed["volumes"][0]["handle"], "rbd/c1/p/n/csi-vol-1", "{listed}");
+    });
+}
+
+/// The objects of one claim, its pods and its volume, on the API server.
+struct Claim<'a> {
+    world: &'a World,
+    name: String,
+}
+
+impl<'a> Claim<'a> {
+    /// Creates a claim of a StorageClass.
+    async fn of_class(world: &'a World, name: &str, class: &str) -> Self {
+        let name = format!("{name}.{}", world.driver);
+        let spec = json!({
+            "accessModes": ["ReadWriteOnce"], "storageClassName": class,
+            "resources": { "requests": { "storage": "1Gi" } },
+        });
+        let claim = json!({ "metadata": { "name": name }, "spec": spec });
+        create::<PersistentVolumeClaim>(world, claim).await;
+        Self { world, name }
+    }
+
+    /// Binds the claim to a volume, as kube-controller-manager does.
+    async fn bind(&self, volume: &str) {
+        let claims: Api<PersistentVolumeClaim> =
+            Api::namespaced(self.world.client.clone(), "default");
+        let patch = |body| Patch::Merge(body);
+        let parameters = PatchParams::default();
+        let spec = json!({ "spec": { "volumeName": volume } });
+        claims.patch(&self.name, &parameters, &patch(spec)).await.unwrap();
+        let status = json!({ "status": { "phase": "Bound" } });
+        claims.patch_status(&self.name, &parameters, &patch(status)).await.unwrap();
+    }
+
+    /// Creates a pod that uses the claim, on a node if there is one.
+    async fn pod(&self, name: &str, node: Option<&str>) {
+        let volume = json!({ "name": "v", "persistentVolumeClaim": { "claimName": self.name } });
+        let pod = json!({
+            "metadata": { "name": format!("{name}.{}", self.world.driver) },
+            "spec": {
+                "containers": [{ "name": "main", "image": "main" }], "volumes": [volume],
+                "nodeName": node,
+            },
+        });
+        create::<Pod>(self.world, pod).await;
+    }
+
+    async fn pod_status(&self, name: &str, status: Value) {
+        let pods: Api<Pod> = Api::namespaced(self.world.client.clone(), "default");
+        let patch = Patch::Merge(json!({ "status": status }));
+        let name = format!("{name}.{}", self.world.driver);
+        pods.patch_status(&name, &PatchParams::default(), &patch).await.unwrap();
+    }
+
+    async fn delete_pod(&self, name: &str) {
+        let pods: Api<Pod> = Api::namespaced(self.world.client.clone(), "default");
+        let name = format!("{name}.{}", self.world.driver);
+        pods.delete(&name, &DeleteParams::default().grace_period(0)).await.unwrap();
+    }
+
+    /// Waits until the answer contains a text, and returns it.
+    async fn answers(&self, expected: &str) -> Value {
+        let argument = format!("default/{}", self.name);
+        let last = std::cell::RefCell::new(Value::Null);
+        let found = eventually_or(async || {
+            let (output, why) = cleat(self.world, &["why", &argument]).await;
+            assert!(output.status.success(), "{output:?}");
+            let answer = why["answer"].as_str().unwrap().to_owned();
+            *last.borrow_mut() = why;
+            answer.contains(expected)
+        });
+        assert!(found.await, "{expected:?} is not in {:#}", last.borrow());
+        last.take()
+    }
+}
+
+/// Waits until a condition is true, at most 20 s.
+async fn eventually_or(mut condition: impl AsyncFnMut() -> bool) -> bool {
+    for _ in 0..100 {
+        if condition().await {
+            return true;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(200)).await;
+    }
+    false
+}
+
+async fn of_cluster<K>(world: &World, object: Value)
+where
+    K: kube::Resource<DynamicType = (), Scope = kube::core::ClusterResourceScope>,
+    K: Clone + std::fmt::Debug + serde::Serialize + serde::de::DeserializeOwned,
+{
+    let object = serde_json::from_value(object).unwrap();
+    world.all::<K>().create(&PostParams::default(), &object).await.unwrap();
+}
+
+async fn ready(world: &World, node: &str) {
+    let condition = json!({
+        "type": "Ready", "status": "True", "reason": "r", "message": "m",
+        "lastHeartbeatTime": "2030-01-01T00:00:00Z", "lastTransitionTime": "2030-01-01T00:00:00Z",
+    });
+    let patch = Patch::Merge(json!({ "status": { "conditions": [condition] } }));
+    world.all::<Node>().patch_status(node, &PatchParams::default(), &patch).await.unwrap();
+}
+
+/// Makes an event about the claim, as csi-provisioner does.
+async fn warn(world: &World, claim: &str, message: &str) {
+    let claims: Api<PersistentVolumeClaim> = Api::namespaced(world.client.clone(), "default");
+    let uid = claims.get(claim).await.unwrap().metadata.uid;
+    let event = json!({
+        "metadata": { "name": format!("{claim}.1") },
+        "involvedObject": {
+            "kind": "PersistentVolumeClaim", "namespace": "default", "name": claim, "uid": uid,
+        },
+        "type": "Warning", "reason": "ProvisioningFailed", "message": message,
+        "firstTimestamp": "2030-01-01T00:00:00Z", "lastTimestamp": "2030-01-01T00:00:00Z",
+    });
+    create::<Event>(world, event).await;
+}
+
+/// A claim that has no volume yet: the class, the driver, the pod, the scheduler and the provisioner.
+#[test]
+fn what_an_unbound_claim_waits_for_is_named() {
+    run(async |world: World| {
+        let class = |mode: &str| format!("{mode}.{}", world.driver).to_lowercase();
+        let missing = Claim::of_class(&world, "missing", "no-such-class").await;
+        missing.answers("its StorageClass no-such-class does not exist").await;
+        let none = Claim::of_class(&world, "none", "").await;
+        none.answers("it has no StorageClass").await;
+        for (mode, provisioner) in [
+            ("Immediate", &*world.driver),
+            ("WaitForFirstConsumer", &world.driver),
+            ("Other", "other.test"),
+        ] {
+            let mode_of_class = if mode == "Other" { "Immediate" } else { mode };
+            let object = json!({
+                "metadata": { "name": class(mode) },
+                "provisioner": provisioner, "volumeBindingMode": mode_of_class,
+            });
+            of_cluster::<StorageClass>(&world, object).await;
+        }
+        let other = Claim::of_class(&world, "other", &class("Other")).await;
+        other.answers("is of the provisioner other.test").await;
+        let now = Claim::of_class(&world, "now", &class("Immediate")).await;
+        now.answers(&format!("the driver {} is not installed", world.driver)).await;
+        let driver = json!({ "metadata": { "name": world.driver }, "spec": {} });
+        of_cluster::<CSIDriver>(&world, driver).await;
+        now.answers("csi-provisioner has not created its volume").await;
+        warn(&world, &now.name, "no space in the pool").await;
+        now.answers("has not created its volume: no space in the pool").await;
+
+        let later = Claim::of_class(&world, "later", &class("WaitForFirstConsumer")).await;
+        later.answers("binds it when a pod uses it").await;
+        later.pod("p", None).await;
+        let condition = json!({
+            "type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes",
+        });
+        later.pod_status("p", json!({ "conditions": [condition] })).await;
+        later.answers("has no node: 0/2 nodes").await;
+    });
+}
+
+/// A claim with a volume: from the driver on the node to a node that was lost, with a real controller.
+#[test]
+fn what_a_pod_waits_for_is_named_until_its_node_is_lost_and_fenced() {
+    run(async |world: World| {
+        let (a, b) = (&world.node("a").await, &world.node("b").await);
+        for node in [a, b] {
+            ready(&world, node).await;
+        }
+        let driver = json!({ "metadata": { "name": world.driver }, "spec": {} });
+        of_cluster::<CSIDriver>(&world, driver).await;
+        let stranger = &format!("stranger.{}", world.driver);
+        of_cluster::<Node>(&world, json!({ "metadata": { "name": stranger } })).await;
+        let volume = &world.volume("pv", "shared/v").await;
+        let claim = Claim::of_class(&world, "data", "").await;
+        claim.bind(volume).await;
+        claim.answers("waits for nothing: it is bound, and no pod uses it").await;
+
+        claim.pod("s", Some(stranger)).await;
+        claim.answers(&format!("the driver is not registered on node {stranger}")).await;
+        claim.delete_pod("s").await;
+        claim.pod("p", Some(a)).await;
+        claim.answers(&format!("there is no VolumeAttachment for node {a}")).await;
+        let attachment = world.attach(volume, a).await;
+        claim.answers(&format!("the controller has not attached the volume to node {a}")).await;
+
+        let controller = world.controller();
+        let generation = world.attached(&attachment).await;
+        claim.answers("kubelet has not staged the volume").await;
+        world.mount("shared/v", a, generation).await;
+        claim.answers("kubelet has not started pod p").await;
+        claim.pod_status("p", json!({ "phase": "Running" })).await;
+        claim.answers("waits for nothing: the pods that use it have it").await;
+
+        // Node a is lost: its pod still runs, for the API server, and the volume is fenced there.
+        world.out_of_service(a, true).await;
+        claim.answers(&format!("node {a} is out of service")).await;
+        claim.delete_pod("p").await;
+        world.detach(&attachment).await;
+        world.gone(&attachment).await;
+        claim.pod("q", Some(b)).await;
+        let second = world.attach(volume, b).await;
+        let generation = world.attached(&second).await;
+        world.mount("shared/v", b, generation).await;
+        claim.pod_status("q", json!({ "phase": "Running" })).await;
+        let why = claim.answers("waits for nothing").await;
+        let steps = why["steps"].to_string();
+        assert!(steps.contains("StorageRecord") && steps.contains("fenced"), "{why:#}");
+        // Node a is back, and has not cleaned up.
+        world.out_of_service(a, false).await;
+        claim.pod("r", Some(a)).await;
+        world.attach(volume, a).await;
+        claim.answers(&format!("node {a} was fenced")).await;
+        let (output, check) = cleat(&world, &["drain-check", a]).await;
+        assert_eq!(output.status.code(), Some(23), "{check:#}");
+        assert!(check["obstacles"].to_string().contains("which has not cleaned up"), "{check:#}");
+        let (_, node) = cleat(&world, &["node", a]).await;
+        assert_eq!(node["volumes"][0]["fenced"], true, "{node:#}");
+        controller.stop().await;
+    });
+}
+
+#[test]
+fn impossible_names_and_unreachable_servers_are_refused_with_the_cause() {
+    run(async |world: World| {
+        for arguments in
+            [["why", "a/b/c"], ["why", "UPPER"], ["node", "a/status"], ["drain-check", ""]]
+        {
+            let (output, _) = cleat(&world, &arguments).await;
+            let error = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
+            assert!(error.contains("is not the name of a"), "{arguments:?}: {error}");
+        }
+        let (output, _) = cleat(&world, &["take-over", "no-such-volume"]).await;
+        assert_eq!(output.status.code(), Some(3), "{output:?}");
+        let (output, listed) = cleat(&world, &["volumes"]).await;
+        assert!(output.status.success() && listed["volumes"] == json!([]), "{listed}");
+        for (option, value) in [("--kubeconfig", "/nonexistent"), ("--context", "no-such-context")]
+        {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_cleat"));
+            command.args(["kubectl", "volumes", option, value]);
+            let output = command.env("KUBECONFIG", world.plane.kubeconfig()).output().unwrap();
+            let error = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(!output.status.success() && error.contains(value), "{error}");
+        }
     });
 }

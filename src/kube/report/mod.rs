@@ -3,19 +3,22 @@
 //!
 //! [`Reader`] reads the objects. The other files turn them into answers without I/O.
 
+mod facts;
 mod node;
+mod steps;
 mod take_over;
 mod volumes;
 mod why;
 
+use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::future::Future;
 use std::path::Path;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_grants::object::Time;
-use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, Pod};
-use k8s_openapi::api::storage::v1::{StorageClass, VolumeAttachment};
+use k8s_openapi::api::core::v1::{Event, Node, PersistentVolume, PersistentVolumeClaim, Pod};
+use k8s_openapi::api::storage::v1::{CSINode, StorageClass, VolumeAttachment};
 use kube::api::{Api, ListParams};
 use kube::{Client, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
@@ -25,15 +28,19 @@ use crate::client::connect_as;
 use crate::grant::{DRIVER_LABEL, VolumeGrant, grant_name};
 
 pub use node::{DrainCheck, NodeReport, NodeVolume, Obstacle};
+pub use steps::Step;
 pub use take_over::{Image, TakeOver, TakenOver};
 pub use volumes::{HolderRow, VolumeRow};
-pub use why::{Step, Why};
+pub use why::Why;
 
 /// The number of objects that one call lists.
 const PAGE: u32 = 500;
 
 /// The maximum number of objects of one kind that are read. A cluster with more is refused.
 const MAX_OBJECTS: usize = 200_000;
+
+/// The maximum length of a name.
+const MAX_NAME: usize = 253;
 
 /// Reads the objects of a cluster that concern the volumes of one driver.
 pub struct Reader {
@@ -90,12 +97,18 @@ impl Reader {
         node::drain_check(&self.facts_of_node(name).await?)
     }
 
-    /// Says what a PersistentVolumeClaim waits for. Without `namespace`, that of the kubeconfig's context is used.
+    /// Says what a PersistentVolumeClaim waits for. `claim` is NAME or NAMESPACE/NAME. Without a namespace, that of the
+    /// kubeconfig's context is used.
     ///
     /// # Errors
-    /// Returns `NotFound` if the claim does not exist, and otherwise the error of the API server.
+    /// Returns `InvalidArgument` for an impossible name, `NotFound` if the claim does not exist, and otherwise the error
+    /// of the API server.
     pub async fn why(&self, namespace: Option<&str>, claim: &str) -> Result<Why> {
-        let namespace = namespace.unwrap_or(self.client.default_namespace());
+        let (own, claim) =
+            claim.split_once('/').map_or((None, claim), |(own, name)| (Some(own), name));
+        let namespace = namespace.or(own).unwrap_or(self.client.default_namespace());
+        check_name("namespace", namespace)?;
+        check_name("PersistentVolumeClaim", claim)?;
         let claims: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), namespace);
         let found = read(|| format!("read the claim {namespace}/{claim}"), claims.get(claim)).await;
         let claim = found.map_err(|error| match error.kind() {
@@ -109,10 +122,12 @@ impl Reader {
         let class: Option<StorageClass> = self.get(spec.storage_class_name.as_deref()).await?;
         let pods = self.pods(Some(namespace), &ListParams::default()).await?;
         let pods = pods.into_iter().filter(|pod| uses(pod, &claim.name_any())).collect();
-        let mut facts = why::Facts {
+        let mut facts = facts::Facts {
             driver: &self.driver,
             now: now(),
             csi_driver: self.get(Some(&*self.driver)).await?,
+            registered: Vec::new(),
+            warnings: BTreeMap::new(),
             attachments: Vec::new(),
             grant: None,
             nodes: Vec::new(),
@@ -133,6 +148,16 @@ impl Reader {
         }
         for name in facts.node_names() {
             facts.nodes.extend(self.get::<Node>(Some(&*name)).await?);
+            let registered: Option<CSINode> = self.get(Some(&*name)).await?;
+            let drivers = registered.iter().flat_map(|node| &node.spec.drivers);
+            if drivers.into_iter().any(|known| known.name == self.driver) {
+                facts.registered.push(name);
+            }
+        }
+        let uids = facts.pods.iter().map(ResourceExt::uid).chain([facts.claim.uid()]);
+        for uid in uids.flatten().collect::<Vec<_>>() {
+            let warning = self.last_warning(namespace, &uid).await?;
+            facts.warnings.extend(warning.map(|warning| (uid, warning)));
         }
         Ok(why::answer(&facts))
     }
@@ -152,6 +177,7 @@ impl Reader {
         let missing = |what: String| {
             Error::new(ErrorKind::NotFound, what).with_repair("kubectl get pv lists the volumes")
         };
+        check_name("PersistentVolume", volume)?;
         let found: Option<PersistentVolume> = self.get(Some(volume)).await?;
         let found = found
             .ok_or_else(|| missing(format!("the PersistentVolume {volume} does not exist")))?;
@@ -178,7 +204,24 @@ impl Reader {
         take_over::taken_over(&facts, &wanted, id)
     }
 
+    /// Returns the message of the last warning about an object; none if the user may not read events.
+    async fn last_warning(&self, namespace: &str, uid: &str) -> Result<Option<String>> {
+        let events: Api<Event> = Api::namespaced(self.client.clone(), namespace);
+        let which = ListParams::default().fields(&format!("involvedObject.uid={uid},type=Warning"));
+        let events = match pages(&events, &which).await {
+            Err(error) if error.kind() == ErrorKind::PermissionDenied => return Ok(None),
+            events => events?,
+        };
+        let time = |event: &Event| {
+            let last = event.last_timestamp.as_ref().map(|time| time.0);
+            last.or(event.event_time.as_ref().map(|time| time.0))
+        };
+        let last = events.into_iter().max_by_key(time);
+        Ok(last.and_then(|event| event.message))
+    }
+
     async fn facts_of_node(&self, name: &str) -> Result<node::Facts<'_>> {
+        check_name("node", name)?;
         let on_node = ListParams::default().fields(&format!("spec.nodeName={name}"));
         Ok(node::Facts {
             driver: &self.driver,
@@ -237,6 +280,19 @@ impl Reader {
     {
         pages(&Api::all(self.client.clone()), which).await
     }
+}
+
+/// Checks a name before it becomes a part of the path of a request.
+fn check_name(kind: &str, name: &str) -> Result<()> {
+    let is_valid =
+        |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-.".contains(&byte);
+    if !name.is_empty() && name.len() <= MAX_NAME && name.bytes().all(is_valid) {
+        return Ok(());
+    }
+    let message = format!(
+        "{name:?} is not the name of a {kind}: it has other characters than a-z, 0-9, - and ."
+    );
+    Err(Error::new(ErrorKind::InvalidArgument, message))
 }
 
 /// As [`call`], with the rights of the kubeconfig's user.

@@ -7,8 +7,8 @@ use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::ResourceExt;
 use serde::Serialize;
 
+use super::facts::not_ready;
 use super::volumes::{HolderRow, holders};
-use super::why::not_ready;
 use super::{has_ended, uses, volumes};
 use crate::grant::{VolumeGrant, grant_name};
 
