@@ -1,7 +1,9 @@
 //! The list of backends of this program, one line each. No other code of this crate names a concrete backend.
 
+use cleat_backend::Registry;
+#[cfg(not(feature = "fault"))]
+use cleat_backend::Unavailable;
 use cleat_backend::uri::{StoreUri, VolumeUri};
-use cleat_backend::{Registry, Unavailable};
 use cleat_core::error::Result;
 
 /// The backends. A new backend is a crate and a line here.
@@ -10,7 +12,9 @@ pub static REGISTRY: Registry = Registry::new(&[
     cleat_backend::file::BACKEND,
     cleat_rbd::BACKEND,
     cleat_object_backend::DIRECTORY,
-    cleat_object_backend::S3,
+    cleat_object_backend::AMAZON,
+    cleat_object_backend::GOOGLE,
+    cleat_object_backend::AZURE,
     #[cfg(feature = "fault")]
     cleat_backend::fault::BACKEND,
     #[cfg(not(feature = "fault"))]
@@ -19,8 +23,6 @@ pub static REGISTRY: Registry = Registry::new(&[
         message: "are for tests, and this binary was built without them",
         repair: "build it with `cargo build --features fault`",
     },
-    &planned("gs"),
-    &planned("az"),
 ]);
 
 /// Parses the URI of a volume, for the command line.
@@ -39,27 +41,9 @@ pub fn store(text: &str) -> Result<StoreUri> {
     REGISTRY.store(text)
 }
 
-const fn planned(scheme: &'static str) -> Unavailable {
-    Unavailable {
-        scheme,
-        message: "are not supported by this version of cleat",
-        repair: "use s3:, dir:, file:, rbd: or mem:",
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use cleat_core::error::ErrorKind;
-
     use super::*;
-
-    #[test]
-    fn a_planned_scheme_is_refused_with_the_reason() {
-        let error = volume("gs://b/p").expect_err("not supported");
-        assert_eq!(error.kind(), ErrorKind::Unsupported);
-        assert!(error.message().contains("gs:"), "{error}");
-        assert!(error.repair().unwrap_or("").contains("file:"), "{error}");
-    }
 
     #[test]
     fn each_scheme_is_registered_once() {

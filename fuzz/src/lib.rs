@@ -12,7 +12,6 @@
 
 mod claim_record;
 mod handshake;
-mod http_response;
 mod journal_record;
 mod kernel_files;
 mod object_headers;
@@ -49,7 +48,6 @@ pub const TARGETS: &[Target] = &[
     ("worker_messages", worker_messages::check),
     ("claim_record", claim_record::check),
     ("object_headers", object_headers::check),
-    ("http_response", http_response::check),
 ];
 
 /// Runs the target `name` on `data`, and checks the memory that it allocates. Other threads must not allocate

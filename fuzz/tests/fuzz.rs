@@ -47,8 +47,7 @@ smoke!(
     journal_record,
     worker_messages,
     claim_record,
-    object_headers,
-    http_response
+    object_headers
 );
 
 fn smoke(target: &str) {

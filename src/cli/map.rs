@@ -62,8 +62,10 @@ pub(super) struct Map {
     /// config.OPTION=VALUE (an option of Ceph), and lock=shared (several clients write at the same time and
     /// none is fenced; this destroys file systems that are not made for it). dir:/directory/volume is a log of
     /// objects in a local directory, and s3://bucket/[prefix/]volume one in an object store with the S3 API, with
-    /// the options endpoint=http://HOST:PORT, credentials_file=PATH and region=NAME; `cleat volume create`
-    /// creates both. mem:SIZE keeps the volume in memory; its data is lost when it is unmapped. Write `?` and `%` in a path as %3F and %25.
+    /// the options credentials_file=PATH, endpoint=https://HOST:PORT, ca_file=PATH and region=NAME. gs: and az: are
+    /// the same on Google Cloud Storage and on Azure Blob Storage, which needs account=NAME. `cleat volume create`
+    /// creates them. mem:SIZE keeps the volume in memory; its data is lost when it is unmapped. Write `?` and `%` in
+    /// a path as %3F and %25.
     uri: String,
     /// The mapping's name, unique on this node [default: derived from the URI]
     ///

@@ -9,7 +9,7 @@ use cleat_backend::{CredentialFile, CredentialSet};
 use cleat_core::error::Result;
 
 use crate::connection::{Access, Connection};
-use crate::s3::{self, Bucket, S3Home};
+use crate::remote::{Bucket, Provider, RemoteHome};
 use directory::Local;
 
 /// A place that holds volumes, and how it is accessed. It contains no secret.
@@ -31,8 +31,8 @@ impl Home {
         location: &str,
         options: Options,
     ) -> Result<(Self, String)> {
-        if scheme == s3::SCHEME {
-            let (bucket, name) = Bucket::parse_volume(location, options)?;
+        if let Some(provider) = Provider::of(scheme) {
+            let (bucket, name) = Bucket::parse_volume(provider, location, options)?;
             return Ok((Self::Bucket(bucket), name));
         }
         let (local, name) = Local::parse_volume(location, options)?;
@@ -44,16 +44,16 @@ impl Home {
     /// # Errors
     /// Returns `InvalidArgument` with the valid choices.
     pub(crate) fn parse(scheme: &str, location: &str, options: Options) -> Result<Self> {
-        match scheme {
-            s3::SCHEME => Bucket::parse(location, options).map(Self::Bucket),
-            _ => Local::parse(location, options).map(Self::Directory),
+        match Provider::of(scheme) {
+            Some(provider) => Bucket::parse(provider, location, options).map(Self::Bucket),
+            None => Local::parse(location, options).map(Self::Directory),
         }
     }
 
     pub(crate) fn scheme(&self) -> &'static str {
         match self {
             Self::Directory(_) => directory::SCHEME,
-            Self::Bucket(_) => s3::SCHEME,
+            Self::Bucket(bucket) => bucket.provider.scheme(),
         }
     }
 
@@ -102,7 +102,7 @@ impl Home {
     pub(crate) fn connect(&self, credentials: &CredentialSet) -> Result<Arc<dyn Connection>> {
         match self {
             Self::Directory(local) => Ok(Arc::new(local.clone())),
-            Self::Bucket(bucket) => Ok(Arc::new(S3Home::connect(bucket, credentials)?)),
+            Self::Bucket(bucket) => Ok(Arc::new(RemoteHome::connect(bucket, credentials)?)),
         }
     }
 

@@ -1,13 +1,13 @@
 //! The backend for volumes that are logs of objects ([`cleat_object`]): in a local directory (`dir:`), and in a
-//! bucket of an object store with the S3 API (`s3:`).
+//! bucket of an object store (`s3:`, `gs:`, `az:`).
 //!
 //! - Input: the URI of a volume, and its requests.
 //! - Output: the results of requests; objects in the store, and claims that name their clients.
 //!
 //! A write, a trim and a write of zeroes are acknowledged when they are durable in the store. The engine has no
-//! threads of its own: one thread for each open volume polls its futures (`executor`), and operations of the store
-//! block threads of the store (`cleat_object::store::pool`). There is no async runtime. All threads start when the
-//! volume is opened, so a worker is confined before that.
+//! threads of its own: one thread for each open volume polls its futures (`executor`). Operations of a directory
+//! block threads (`cleat_object::store::pool`), those of a bucket run on a tokio runtime (`remote`). All threads start
+//! when the volume is opened, so a worker is confined before that.
 //!
 //! The claim of an epoch says which client has opened the volume (`claim`). It decides who may take a volume over;
 //! the seals of the engine make that effective, so a wrong decision never damages a volume.
@@ -28,7 +28,7 @@ mod naming;
 mod nonce;
 mod queue;
 mod registration;
-mod s3;
+mod remote;
 mod snapshots;
 mod spec;
 mod table;
@@ -36,15 +36,4 @@ mod timeouts;
 mod watched;
 mod writer;
 
-pub use registration::{DIRECTORY, S3};
-
-/// For the fuzz target: reads an HTTP response with a body of at most `max_body` bytes. Returns the status and the
-/// body; `None` for a response that is refused.
-#[cfg(feature = "fuzz")]
-pub fn read_http_response(
-    from: &mut impl std::io::Read,
-    max_body: usize,
-) -> Option<(u16, Vec<u8>)> {
-    let answer = s3::http::read_response(from, max_body).ok()?;
-    Some((answer.status, answer.body))
-}
+pub use registration::{AMAZON, AZURE, DIRECTORY, GOOGLE};

@@ -1,4 +1,4 @@
-//! The registration of `dir:` and `s3:` volumes and stores.
+//! The registration of the volumes and stores of objects: `dir:`, `s3:`, `gs:` and `az:`.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::home::{Home, directory};
 use crate::image::ObjectImage;
 use crate::manage::ObjectStore;
 use crate::naming::check_name;
-use crate::s3;
+use crate::remote::Provider;
 use crate::spec::VolumeAt;
 
 /// The registration of volumes in a directory.
@@ -29,11 +29,25 @@ pub const DIRECTORY: &dyn Backend = &Objects {
     forms: &["dir:/DIRECTORY"],
 };
 
-/// The registration of volumes on an object store with the S3 API.
-pub const S3: &dyn Backend = &Objects {
-    scheme: s3::SCHEME,
-    examples: &["s3://bucket/volume?endpoint=http://store:9000&credentials_file=/etc/cleat/s3"],
+/// The registration of volumes on Amazon S3, and on stores with its API.
+pub const AMAZON: &dyn Backend = &Objects {
+    scheme: Provider::Amazon.scheme(),
+    examples: &["s3://bucket/volume?endpoint=https://store:9000&credentials_file=/etc/cleat/s3"],
     forms: &["s3://BUCKET", "s3://BUCKET/PREFIX"],
+};
+
+/// The registration of volumes on Google Cloud Storage.
+pub const GOOGLE: &dyn Backend = &Objects {
+    scheme: Provider::Google.scheme(),
+    examples: &["gs://bucket/volume?credentials_file=/etc/cleat/service-account.json"],
+    forms: &["gs://BUCKET", "gs://BUCKET/PREFIX"],
+};
+
+/// The registration of volumes on Azure Blob Storage.
+pub const AZURE: &dyn Backend = &Objects {
+    scheme: Provider::Azure.scheme(),
+    examples: &["az://container/volume?account=name&credentials_file=/etc/cleat/azure-key"],
+    forms: &["az://CONTAINER", "az://CONTAINER/PREFIX"],
 };
 
 #[derive(Debug)]

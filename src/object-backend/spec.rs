@@ -88,8 +88,8 @@ mod tests {
 
     fn parse(text: &str) -> Result<String> {
         let (location, options) = text.split_once('?').unwrap_or((text, ""));
-        let location = location.strip_prefix("s3:").expect("the scheme");
-        let volume = VolumeAt::parse("s3", location, Options::parse(options)?)?;
+        let (scheme, location) = location.split_once(':').expect("the scheme");
+        let volume = VolumeAt::parse(scheme, location, Options::parse(options)?)?;
         Ok(VolumeUri::new(Arc::new(volume)).to_string())
     }
 
@@ -106,6 +106,14 @@ mod tests {
             assert_eq!(uri, format!("{canonical}{options}"));
             assert_eq!(parse(&uri).unwrap(), uri);
         }
+        for uri in [
+            "s3://b/v?credentials_file=/k",
+            "s3://b/v?endpoint=https://h:443&region=eu&credentials_file=/k&ca_file=/c",
+            "gs://b/v?credentials_file=/k",
+            "az://c/p/v?endpoint=http://127.0.0.1:10000/name&account=name&credentials_file=/k",
+        ] {
+            assert_eq!(parse(uri).unwrap(), uri);
+        }
         let uri = parse("s3://b/v?region=eu&credentials_file=/k&endpoint=http://[::1]/").unwrap();
         assert_eq!(uri, "s3://b/v?endpoint=http://%5b::1%5d:80&region=eu&credentials_file=/k");
         assert_eq!(parse(&uri).unwrap(), uri);
@@ -121,6 +129,7 @@ mod tests {
             ("s3://b/.v", "name of a volume"),
             ("s3://b/p/../v", "part of a prefix"),
             ("s3://b!/v", "name of a bucket"),
+            ("s3://-b/v", "name of a bucket"),
             ("s3://b/%ff", "not UTF-8"),
             ("s3://b/a%2fb", "name of a volume"),
             ("s3://b/a%40b", "name of a volume"),
@@ -130,17 +139,22 @@ mod tests {
             let error = parse(&format!("{text}?{ACCESS}")).expect_err(text);
             assert!(error.message().contains(part), "{text}: {error}");
         }
+        let error = parse("az://c/v?credentials_file=/k").unwrap_err();
+        assert!(error.message().contains("the option account"), "{error}");
         for (options, part) in [
-            ("", "endpoint"),
+            ("", "credentials_file"),
             ("endpoint=http://h", "credentials_file"),
             ("endpoint=h:80&credentials_file=/k", "no scheme"),
             ("endpoint=ftp://h&credentials_file=/k", "not an endpoint"),
             ("endpoint=http://h:0&credentials_file=/k", "not an endpoint"),
             ("endpoint=http://h:70000&credentials_file=/k", "not an endpoint"),
-            ("endpoint=http://h/path&credentials_file=/k", "not an endpoint"),
+            ("endpoint=http://h//path&credentials_file=/k", "not an endpoint"),
+            ("endpoint=http://h/pa%20th&credentials_file=/k", "not an endpoint"),
+            ("endpoint=http://h/?a&credentials_file=/k", "not an endpoint"),
             ("endpoint=http://[::x]&credentials_file=/k", "not an endpoint"),
             ("endpoint=http://u@h&credentials_file=/k", "not an endpoint"),
-            ("endpoint=https://h&credentials_file=/k", "no TLS"),
+            ("endpoint=https://h&credentials_file=/k&ca_file=k", "absolute path"),
+            ("credentials_file=/k&account=a", "no option"),
             ("endpoint=http://h&credentials_file=k", "absolute path"),
             ("endpoint=http://h&credentials_file=/k&region=a b", "region"),
             ("endpoint=http://h&credentials_file=/k&secret=x", "no option"),

@@ -6,20 +6,14 @@
 
 use std::ffi::CStr;
 
-use base64::Engine;
-use base64::alphabet::STANDARD;
-use base64::engine::general_purpose::{GeneralPurpose, PAD};
 use cleat_backend::uri::invalid;
 use cleat_backend::{CredentialFile, CredentialSet, KernelKey};
 use cleat_core::error::{Error, ErrorKind, Result};
+use data_encoding::{BASE64, Encoding};
 use zeroize::Zeroizing;
 
 use crate::errors::client_name;
 use crate::spec::RbdSpec;
-
-/// As Ceph decodes keys (`ceph_unarmor`): with padding, and with any value of the bits that no byte uses.
-const BASE64: GeneralPurpose =
-    GeneralPurpose::new(&STANDARD, PAD.with_decode_allow_trailing_bits(true));
 
 /// The bytes of a key before the secret, which are not secret: two of type, eight of time, two of length.
 const HEADER: usize = 12;
@@ -110,14 +104,24 @@ fn key<'a>(keyring: &'a [u8], client: &str, file: &CredentialFile) -> Result<&'a
     check(key, client, file).map(|()| key)
 }
 
+/// As Ceph decodes keys (`ceph_unarmor`): base64 with padding, and with any value of the bits that no byte uses.
+fn encoding() -> Encoding {
+    let mut specification = BASE64.specification();
+    specification.check_trailing_bits = false;
+    specification.encoding().unwrap_or(BASE64)
+}
+
 /// Checks that librados can decode a key.
 fn check(key: &[u8], client: &str, file: &CredentialFile) -> Result<()> {
     let malformed = || {
         invalid(format!("the key of {client} in the {file} is malformed"))
             .with_repair(new_keyring(client, file))
     };
+    let encoding = encoding();
     let mut bytes = Zeroizing::new([0; MAX_KEY]);
-    let length = BASE64.decode_slice(key, bytes.as_mut_slice()).map_err(|_| malformed())?;
+    let longest = encoding.decode_len(key.len()).map_err(|_| malformed())?;
+    let room = bytes.get_mut(..longest).ok_or_else(malformed)?;
+    let length = encoding.decode_mut(key, room).map_err(|_| malformed())?;
     let Some((header, secret)) = bytes[..length].split_first_chunk::<HEADER>() else {
         return Err(malformed());
     };

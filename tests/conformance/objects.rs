@@ -15,7 +15,7 @@ use test_kit::wait::wait_until;
 
 use crate::checks::pattern;
 use crate::client::{Local, Volume, job, write};
-use crate::places::{make_objects, s3_store};
+use crate::places::{ALL, make_objects, s3_store};
 
 const MIB: u64 = 1 << 20;
 
@@ -285,4 +285,38 @@ fn a_refused_access_names_its_cause() {
 /// A port that nothing listens on.
 fn free_port() -> u16 {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+#[test]
+fn a_bucket_with_tls_needs_a_certificate_that_is_trusted() {
+    let directory = tempfile::Builder::new().prefix("tls-").tempdir().unwrap();
+    let prefix = directory.path().file_name().unwrap().to_str().unwrap();
+    let (endpoint, credentials, certificate) = shared().s3_with_tls();
+    let other = directory.path().join("other.crt");
+    std::fs::write(&other, "no certificate").unwrap();
+    let store = |port: &str, certificate: &std::path::Path| {
+        let options =
+            format!("credentials_file={}&ca_file={}", credentials.display(), certificate.display());
+        format!("s3://{BUCKET}/{prefix}?endpoint=https://{port}&{options}")
+    };
+    let uri = make_objects(&store(&endpoint, &certificate), 8 * MIB);
+    let volume = open(&uri, OpenOptions::default());
+    volume.client().one(write(0, &pattern(1, 4096)));
+    assert!(volume.client().read(0, 4096) == pattern(1, 4096));
+    drop(volume);
+
+    let refused = |store: &str| {
+        let store = REGISTRY.store(store).unwrap();
+        let listed = store.connect().and_then(|store| store.list(&ALL).map(|_| ()));
+        listed.unwrap_err().report()
+    };
+    let why = refused(&store(&endpoint, &other));
+    assert!(why.contains("no certificate") || why.contains("has none that can be used"), "{why}");
+    let system = store(&endpoint, &certificate);
+    let (system, _) = system.split_once("&ca_file").unwrap();
+    let why = refused(system);
+    assert!(why.contains("is not trusted") && why.contains("ca_file="), "{why}");
+    let plain = shared().s3().0;
+    let why = refused(&store(&plain, &certificate));
+    assert!(why.contains(&plain), "{why}");
 }

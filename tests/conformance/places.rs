@@ -199,7 +199,7 @@ fn remove_objects(store: &str) {
 }
 
 /// The whole list of a store.
-const ALL: Page = Page { after: None, limit: 1000, details: true };
+pub const ALL: Page = Page { after: None, limit: 1000, details: true };
 
 /// Connects to the cluster as the client `id` and opens the pool.
 pub fn pool(cluster: &TestCluster, id: &str) -> Arc<Pool> {

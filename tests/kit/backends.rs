@@ -9,5 +9,5 @@ pub static REGISTRY: Registry = Registry::new(&[
     cleat_backend::fault::BACKEND,
     cleat_rbd::BACKEND,
     cleat_object_backend::DIRECTORY,
-    cleat_object_backend::S3,
+    cleat_object_backend::AMAZON,
 ]);

@@ -25,7 +25,31 @@ type Job = Box<dyn FnOnce() + Send>;
 pub struct Pool {
     jobs: Sender<Job>,
     timer: Arc<Timer>,
-    waits: AtomicU64,
+    back_off: BackOff,
+}
+
+/// The waits before operations are tried again.
+#[derive(Debug)]
+pub struct BackOff(AtomicU64);
+
+impl Default for BackOff {
+    fn default() -> Self {
+        Self(AtomicU64::new(std::process::id().into()))
+    }
+}
+
+impl BackOff {
+    /// Returns how long to wait before the next attempt: 50 ms to 5 s, and up to a quarter more or less. `attempt` is
+    /// the number of failures, from 1.
+    pub fn next(&self, attempt: u32) -> Duration {
+        let [first, longest] = BACK_OFF;
+        let time = first.saturating_mul(1 << attempt.saturating_sub(1).min(16)).min(longest);
+        // The upper bits of a multiple of the golden ratio are spread evenly.
+        let count = self.0.fetch_add(1, Ordering::Relaxed);
+        let spread = count.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58;
+        let percent = 75 + u32::try_from(spread * 50 / 63).unwrap_or(0);
+        time * percent / 100
+    }
 }
 
 impl Pool {
@@ -44,7 +68,7 @@ impl Pool {
         let timer = Arc::new(Timer::default());
         let ticking = Arc::clone(&timer);
         thread::Builder::new().name(format!("{name}-timer")).spawn(move || ticking.run())?;
-        Ok(Self { jobs, timer, waits: AtomicU64::new(std::process::id().into()) })
+        Ok(Self { jobs, timer, back_off: BackOff::default() })
     }
 
     /// Runs `job` on one of the threads. It runs also if the result is dropped.
@@ -61,13 +85,7 @@ impl Pool {
 
     /// Waits before an operation is tried again; `attempt` is the number of failures, from 1.
     pub fn back_off(&self, attempt: u32) -> Pending<'static, ()> {
-        let [first, longest] = BACK_OFF;
-        let time = first.saturating_mul(1 << attempt.saturating_sub(1).min(16)).min(longest);
-        // The upper bits of a multiple of the golden ratio are spread evenly.
-        let count = self.waits.fetch_add(1, Ordering::Relaxed);
-        let spread = count.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58;
-        let percent = 75 + u32::try_from(spread * 50 / 63).unwrap_or(0);
-        self.wait(time * percent / 100)
+        self.wait(self.back_off.next(attempt))
     }
 
     /// Waits.

@@ -100,6 +100,11 @@ fn rules(needs: &Needs) -> Backend<Rules> {
         rules.extend(NETWORK.iter().map(|call| (*call, Vec::new())));
         // Not AF_UNIX: its abstract sockets belong to the network. Nothing needs it: the C library does without
         // the name service cache, and librados without an admin socket.
+        // A connected pair of streams reaches nothing else; tokio makes one for signals.
+        let stream = SeccompCmpOp::MaskedEq(SOCKET_TYPES);
+        let stream = condition(1, (stream, libc::SOCK_STREAM.unsigned_abs().into()))?;
+        let pair = vec![condition(0, is(libc::AF_UNIX.unsigned_abs().into()))?, stream];
+        rules.insert(libc::SYS_socketpair, vec![SeccompRule::new(pair)?]);
         let families = [libc::AF_INET, libc::AF_INET6];
         let family = |family: &i32| when(0, is(family.unsigned_abs().into()));
         rules.insert(libc::SYS_socket, families.iter().map(family).collect::<Backend<_>>()?);
@@ -264,6 +269,9 @@ const WRITABLE: &[c_long] = &[
 
 #[cfg(target_arch = "x86_64")]
 const WRITABLE_X86_64: &[c_long] = &[libc::SYS_mkdir, libc::SYS_rmdir, libc::SYS_unlink];
+
+/// The bits of a socket's type that are not flags.
+const SOCKET_TYPES: u64 = 0xf;
 
 /// For backends that use a network. Librados wakes its own threads through pipes.
 const NETWORK: &[c_long] =

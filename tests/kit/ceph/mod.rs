@@ -143,6 +143,14 @@ impl Cluster {
         (endpoint.expect("the script has written it"), self.directory.join("s3.credentials"))
     }
 
+    /// As [`Self::s3`], with TLS. Returns the certificate of the gateway, too.
+    pub fn s3_with_tls(&self) -> (String, PathBuf, PathBuf) {
+        let (_, credentials) = self.s3();
+        let endpoint = std::fs::read_to_string(self.directory.join("s3.tls-endpoint"));
+        let endpoint = endpoint.expect("the script has written it");
+        (endpoint, credentials, self.directory.join("s3.crt"))
+    }
+
     /// Sends a command for a daemon: `stop osd`, `kill mon`, `start mon`, `pause osd`, `resume osd`,
     /// `start mgr`, or `start rgw`. Quotas need the manager.
     pub fn tell(&self, command: &str) {

@@ -1,0 +1,109 @@
+//! HTTP for the crate `object_store`, with hyper and rustls: with a limit for what is read, and with answers that are no
+//! success as typed errors.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use http_body_util::{BodyExt, Limited};
+use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector as TcpConnector;
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use object_store::ClientOptions;
+use object_store::client::{
+    HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpRequestBody,
+    HttpResponse, HttpResponseBody, HttpService,
+};
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
+use rustls::{ClientConfig, RootCertStore};
+
+use cleat_backend::uri::invalid;
+use cleat_core::error::{Error, ErrorKind, Result};
+
+use super::rejection::Rejection;
+
+/// The timeout of a connect, without TLS.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long a connection may be idle. Stores close them after some minutes.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The maximum number of connections that wait for their next call.
+const MAX_IDLE: usize = 32;
+
+/// The maximum length of the body of an answer, in bytes: that of an object, with a margin.
+const MAX_ANSWER: usize = 40 << 20;
+
+/// The maximum length of the text of an error, in bytes.
+const MAX_ERROR: usize = 64 << 10;
+
+/// Makes the clients of `object_store`.
+#[derive(Debug, Clone)]
+pub(super) struct Connector(HttpsConnector<TcpConnector>);
+
+impl Connector {
+    /// Makes a connector that trusts the certificates in `roots`, a file in PEM format.
+    ///
+    /// # Errors
+    /// Returns `InvalidArgument` if the file has no certificates.
+    pub(super) fn new(roots: &[u8]) -> Result<Self> {
+        let mut store = RootCertStore::empty();
+        let certificates = CertificateDer::pem_slice_iter(roots).filter_map(Result::ok);
+        let (_, refused) = store.add_parsable_certificates(certificates);
+        if store.is_empty() && !roots.is_empty() {
+            let message = format!(
+                "the file of trusted certificates has none that can be used, and {refused} others"
+            );
+            return Err(invalid(message).with_repair(
+                "name a file in PEM format: ca_file=/etc/ssl/certs/ca-certificates.crt",
+            ));
+        }
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let config = ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .map_err(|error| Error::new(ErrorKind::Internal, "no TLS").with_source(error))?
+            .with_root_certificates(store)
+            .with_no_client_auth();
+        let mut tcp = TcpConnector::new();
+        tcp.enforce_http(false);
+        tcp.set_nodelay(true);
+        tcp.set_connect_timeout(Some(CONNECT_TIMEOUT));
+        let builder = HttpsConnectorBuilder::new().with_tls_config(config);
+        Ok(Self(builder.https_or_http().enable_http1().wrap_connector(tcp)))
+    }
+}
+
+impl HttpConnector for Connector {
+    fn connect(&self, _options: &ClientOptions) -> object_store::Result<HttpClient> {
+        let client = Client::builder(TokioExecutor::new())
+            .pool_idle_timeout(IDLE_TIMEOUT)
+            .pool_timer(TokioTimer::new())
+            .pool_max_idle_per_host(MAX_IDLE)
+            .build(self.0.clone());
+        Ok(HttpClient::new(Service(client)))
+    }
+}
+
+/// A client with its connections.
+#[derive(Debug)]
+struct Service(Client<HttpsConnector<TcpConnector>, HttpRequestBody>);
+
+#[async_trait]
+impl HttpService for Service {
+    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let answer = self.0.request(request).await;
+        let answer = answer.map_err(|error| HttpError::new(HttpErrorKind::Unknown, error))?;
+        let (head, body) = answer.into_parts();
+        if !head.status.is_success() {
+            let body = Limited::new(body, MAX_ERROR).collect().await;
+            let text = body.map(|body| body.to_bytes()).unwrap_or_default();
+            let rejection = Rejection::new(head.status.as_u16(), &text);
+            return Err(HttpError::new(HttpErrorKind::Unknown, rejection));
+        }
+        let body = Limited::new(body, MAX_ANSWER);
+        let body = body.map_err(|error| HttpError::new_boxed(HttpErrorKind::Decode, error));
+        Ok(HttpResponse::from_parts(head, HttpResponseBody::new(body)))
+    }
+}
