@@ -22,8 +22,9 @@ use kube::ResourceExt;
 use kube::api::{DeleteParams, Preconditions};
 
 use crate::api::{call, is_conflict, message, now};
-use crate::cluster::Cluster;
+use crate::cluster::{Cluster, Key};
 use crate::grant::{VolumeGrant, grant_name};
+use crate::queue::Next;
 use crate::volumes::ObservedVolume;
 
 /// The time between two sweeps.
@@ -41,7 +42,12 @@ pub(crate) async fn run(cluster: Arc<Cluster>) {
     loop {
         let mut swept = Swept::default();
         for (name, handle) in volumes_of(&cluster) {
-            if let Err(error) = sweep(&cluster, &name, &handle, &mut swept).await {
+            // Nobody else works on the volume meanwhile.
+            let key = Key::Grant(name.clone());
+            cluster.queue.take(&key).await;
+            let result = sweep(&cluster, &name, &handle, &mut swept).await;
+            cluster.queue.done(key, Next::Done);
+            if let Err(error) = result {
                 tracing::warn!(grant = name, "not swept: {}", message(&error));
             }
         }
