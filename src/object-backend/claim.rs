@@ -51,6 +51,9 @@ impl Attempt<'_> {
     /// and otherwise the error of the store.
     pub(crate) async fn acquire(&self) -> Result<std::result::Result<u64, Lost>> {
         let failed = |failure| failed(self.name, failure);
+        if self.usage == Use::Serve && !self.place.is_pinned().await.map_err(failed)? {
+            return Err(incomplete(self.name));
+        }
         for _ in 0..MAX_ROUNDS {
             let seen = newest(self.place).await.map_err(failed)?;
             if self.usage != Use::Remove && seen.is_being_removed() {
@@ -74,6 +77,12 @@ impl Attempt<'_> {
         let message = format!("other clients claim {} at the same time", self.name);
         Err(Error::new(ErrorKind::Aborted, message).with_repair("repeat the command"))
     }
+}
+
+fn incomplete(name: &str) -> Error {
+    let message = format!("the creation of the clone {name}, or its removal, was interrupted");
+    Error::new(ErrorKind::Unavailable, message)
+        .with_repair("repeat the command that created or removed it")
 }
 
 fn removed(name: &str) -> Error {

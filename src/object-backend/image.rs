@@ -16,7 +16,7 @@ use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, Result};
 use cleat_core::volume::{BlockSizes, Features};
 use cleat_object::codec::Description;
-use cleat_object::name::SnapshotId;
+use cleat_object::name::{SnapshotId, VolumeId};
 use cleat_object::store::Store;
 use cleat_object::volume::{Config, Place};
 use cleat_sys::ring::Ring;
@@ -26,6 +26,7 @@ use crate::connection::Connection;
 use crate::errors::{no_snapshot, wait};
 use crate::executor::Executor;
 use crate::nonce::nonce;
+use crate::parents;
 use crate::queue::ObjectQueue;
 use crate::spec::VolumeAt;
 use crate::timeouts::{CALL_TIMEOUT, CLOSE_TIMEOUT, DROP_TIMEOUT, after};
@@ -52,8 +53,8 @@ pub(crate) struct ObjectImage {
 }
 
 /// Returns the identity of a volume.
-pub(crate) fn identity(description: &Description) -> VolumeIdentity {
-    VolumeIdentity::new(format!("object volume {}", description.volume))
+pub(crate) fn identity(volume: VolumeId) -> VolumeIdentity {
+    VolumeIdentity::new(format!("object volume {volume}"))
 }
 
 fn snapshot_identity(description: &Description, id: SnapshotId) -> VolumeIdentity {
@@ -108,14 +109,15 @@ impl ObjectImage {
         let store = Arc::new(Watched::new(connection.store(&spec.name)?, Arc::new(SystemClock)));
         let name = spec.shown();
         let dynamic: Arc<dyn Store> = Arc::<Watched>::clone(&store);
-        let place = wait(&name, after(CALL_TIMEOUT), Place::find(dynamic, nonce()?))?;
+        let place =
+            wait(&name, after(CALL_TIMEOUT), parents::find(&*connection, dynamic, nonce()?))?;
         let snapshot = match &spec.snapshot {
             Some(snapshot) => Some(find_snapshot(&place, &name, snapshot)?),
             None => None,
         };
         let identity = match &snapshot {
             Some(id) => snapshot_identity(place.description(), *id),
-            None => identity(place.description()),
+            None => identity(place.description().volume),
         };
         VolumeIdentity::check(&identity, options.expected.as_ref(), &name)?;
         let executor = Executor::start("object-volume")
@@ -146,7 +148,11 @@ impl ObjectImage {
     /// Finds the volume again, to claim it with a new identity.
     fn place(&self) -> Result<Place> {
         let store: Arc<dyn Store> = Arc::<Watched>::clone(&self.store);
-        wait(&self.shared.name, after(CALL_TIMEOUT), Place::find(store, nonce()?))
+        wait(
+            &self.shared.name,
+            after(CALL_TIMEOUT),
+            parents::find(&*self.connection, store, nonce()?),
+        )
     }
 
     fn serving(&self) -> MutexGuard<'_, Option<Serving>> {

@@ -17,6 +17,7 @@
 
 mod ask;
 mod claim;
+mod clones;
 mod connection;
 mod errors;
 mod executor;
@@ -26,6 +27,7 @@ mod image;
 mod manage;
 mod naming;
 mod nonce;
+mod parents;
 mod queue;
 mod registration;
 mod remote;

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use cleat_backend::CredentialSet;
 use cleat_backend::claimant::Claimant;
 use cleat_backend::store::{
-    Entry, Failure, Info, Layout, Listing, Page, Progress, Removal, Removed, SnapshotStore, Store,
-    Watcher,
+    CloneStore, Entry, Failure, Info, Layout, Listing, Page, Progress, Removal, Removed,
+    SnapshotStore, Store, Watcher,
 };
 use cleat_backend::uri::{Size, VolumeUri, invalid};
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -25,6 +25,7 @@ use crate::fence::end;
 use crate::home::Home;
 use crate::image::identity;
 use crate::nonce::{nonce, random};
+use crate::parents;
 use crate::spec::VolumeAt;
 use crate::table::described;
 use crate::timeouts::{CALL_TIMEOUT, after};
@@ -35,7 +36,7 @@ const PAGE_BYTES: u32 = 1 << 20;
 
 /// A home with its volumes.
 pub(crate) struct ObjectStore {
-    home: Home,
+    pub(crate) home: Home,
     pub(crate) connection: Arc<dyn Connection>,
     pub(crate) claimant: Claimant,
 }
@@ -55,21 +56,27 @@ impl ObjectStore {
         Ok(Self { home: home.clone(), connection, claimant: claimant.clone() })
     }
 
-    fn volume(&self, name: &str) -> Result<VolumeAt> {
+    pub(crate) fn volume(&self, name: &str) -> Result<VolumeAt> {
         VolumeAt::new(self.home.clone(), name)
     }
 
-    /// Finds a volume; `None` if there is none.
-    fn find(&self, name: &str) -> Result<Option<(VolumeAt, Place)>> {
+    /// Finds a volume; `None` if there is none, or if its parent was removed after a removal of it had begun.
+    pub(crate) fn find(&self, name: &str) -> Result<Option<(VolumeAt, Place)>> {
         let volume = self.volume(name)?;
         let found = self.connection.store(name).and_then(|store| {
-            wait(&volume.shown(), after(CALL_TIMEOUT), Place::find(store, nonce()?))
+            let found = parents::find(&*self.connection, store, nonce()?);
+            wait(&volume.shown(), after(CALL_TIMEOUT), found)
         });
-        match found {
-            Ok(place) => Ok(Some((volume, place))),
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(error),
-        }
+        Ok(if_found(found)?.map(|place| (volume, place)))
+    }
+
+    /// Finds a volume without its parent; `None` if there is none.
+    fn find_alone(&self, name: &str) -> Result<Option<(VolumeAt, Place)>> {
+        let volume = self.volume(name)?;
+        let found = self.connection.store(name).and_then(|store| {
+            wait(&volume.shown(), after(CALL_TIMEOUT), Place::find_alone(store, nonce()?))
+        });
+        Ok(if_found(found)?.map(|place| (volume, place)))
     }
 
     /// Finds a volume.
@@ -99,6 +106,7 @@ impl ObjectStore {
                     entry.size_bytes = Some(info.size_bytes);
                     entry.watchers = Some(info.watchers.len());
                     entry.snapshots = Some(info.snapshots.len());
+                    entry.parent = info.parent.map(|parent| parent.to_string());
                 }
                 Err(error) => entry.error = Some(Failure::from(&error)),
             }
@@ -107,13 +115,16 @@ impl ObjectStore {
     }
 }
 
+fn if_found<T>(found: Result<T>) -> Result<Option<T>> {
+    match found {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        other => other.map(Some),
+    }
+}
+
 impl Store for ObjectStore {
     fn create(&self, name: &str, size: u64, layout: &Layout) -> Result<bool> {
-        if *layout != Layout::default() {
-            let message = "volumes on an object store have no layout and no labels";
-            return Err(Error::new(ErrorKind::Unsupported, message)
-                .with_repair("remove these options, or create an RBD image"));
-        }
+        check_layout(layout)?;
         if let Some((volume, place)) = self.find(name)? {
             let now = Self::view(&volume, &place)?.size();
             if now == size {
@@ -137,7 +148,7 @@ impl Store for ObjectStore {
 
     fn remove(&self, name: &str, how: Removal, progress: Progress<'_>) -> Result<Removed> {
         let nothing = Removed { changed: false, trash: None };
-        let Some((volume, place)) = self.find(name)? else {
+        let Some((volume, alone)) = self.find_alone(name)? else {
             return Ok(nothing);
         };
         if how != Removal::Now {
@@ -145,14 +156,23 @@ impl Store for ObjectStore {
             return Err(Error::new(ErrorKind::Unsupported, message)
                 .with_repair("repeat with --now, which deletes the volume for good"));
         }
-        let snapshots = Self::view(&volume, &place)?.snapshots().len();
-        if snapshots > 0 {
-            let message = format!("{} has {snapshots} snapshots", volume.shown());
-            return Err(Error::new(ErrorKind::InUse, message)
-                .with_repair("remove them first: cleat volume snapshot ls shows them"));
+        let shown = volume.shown();
+        // A removal that was interrupted goes on.
+        if !wait(&shown, after(CALL_TIMEOUT), newest(&alone))?.is_being_removed()
+            && let Some((_, place)) = self.find(name)?
+        {
+            let snapshots = Self::view(&volume, &place)?.snapshots().len();
+            if snapshots > 0 {
+                let message = format!("{shown} has {snapshots} snapshots");
+                return Err(Error::new(ErrorKind::InUse, message)
+                    .with_repair("remove them first: cleat volume snapshot ls shows them"));
+            }
         }
-        let deadline = after(CALL_TIMEOUT);
-        end(&place, &volume.shown(), &self.claimant, Use::Remove, None, deadline)?;
+        end(&alone, &shown, &self.claimant, Use::Remove, None, after(CALL_TIMEOUT))?;
+        // Nobody can open it any more, so it does not need its parent.
+        if let Some((_, place)) = self.find(name)? {
+            wait(&shown, after(CALL_TIMEOUT), place.unpin())?;
+        }
         self.connection.remove(name, &mut |done| progress(done, 0) == ControlFlow::Continue(()))?;
         Ok(Removed { changed: true, ..nothing })
     }
@@ -188,18 +208,24 @@ impl Store for ObjectStore {
         let shown = volume.shown();
         let seen = wait(&shown, after(CALL_TIMEOUT), newest(&place))?;
         let view = Self::view(&volume, &place)?;
-        let snapshots: Vec<_> = view.snapshots().into_iter().map(described).collect();
+        let snapshots = view.snapshots();
         if let Some(snapshot) = snapshot {
             let found = snapshots.into_iter().find(|found| found.name == snapshot);
             let found = found.ok_or_else(|| no_snapshot(&shown, snapshot))?;
+            let clones = self.clones_of(&volume, &place, &found)?;
+            let found = described(found);
             return Ok(Info {
                 name: format!("{name}@{snapshot}"),
                 uri: VolumeUri::new(Arc::new(volume.at(snapshot))).to_string(),
                 size_bytes: found.size_bytes,
                 created_at_s: Some(found.created_at_s),
-                clones: Some(Vec::new()),
+                clones: Some(clones),
                 ..Info::default()
             });
+        }
+        let mut clones = Vec::new();
+        for snapshot in &snapshots {
+            clones.extend(self.clones_of(&volume, &place, snapshot)?);
         }
         let status = view.status();
         let held = seen.owner.as_ref().filter(|_| seen.is_held());
@@ -213,14 +239,15 @@ impl Store for ObjectStore {
         Ok(Info {
             name: name.to_owned(),
             uri: VolumeUri::new(Arc::new(volume)).to_string(),
-            id: Some(identity(place.description()).to_string()),
+            id: Some(identity(place.description().volume).to_string()),
             size_bytes: view.size(),
             used_bytes: Some(status.live_bytes),
             objects: u64::try_from(status.objects).ok(),
             claim,
             watchers: watcher.into_iter().collect(),
-            snapshots,
-            clones: Some(Vec::new()),
+            parent: Self::parent(&place),
+            snapshots: snapshots.into_iter().map(described).collect(),
+            clones: Some(clones),
             ..Info::default()
         })
     }
@@ -229,9 +256,23 @@ impl Store for ObjectStore {
         Some(self)
     }
 
+    fn clones(&self) -> Option<&dyn CloneStore> {
+        Some(self)
+    }
+
     fn available_bytes(&self) -> Result<Option<u64>> {
         self.connection.available_bytes()
     }
+}
+
+/// Checks that a new volume is to have no layout.
+pub(crate) fn check_layout(layout: &Layout) -> Result<()> {
+    if *layout == Layout::default() {
+        return Ok(());
+    }
+    let message = "volumes on an object store have no layout and no labels";
+    Err(Error::new(ErrorKind::Unsupported, message)
+        .with_repair("remove these options, or create an RBD image"))
 }
 
 /// Checks that the store does not create an object under a name that exists: the protocol between writers depends on

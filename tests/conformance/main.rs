@@ -118,6 +118,7 @@ suite! {
     rbd_small_objects: Place::rbd(14, "");
     objects_in_a_directory: Place::objects();
     objects_in_s3: Place::s3();
+    objects_of_a_clone: Place::clones();
 }
 
 #[cfg(feature = "fault")]

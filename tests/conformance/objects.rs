@@ -6,7 +6,7 @@ use cleat::backends::REGISTRY;
 use cleat_backend::OpenOptions;
 use cleat_backend::claimant::{Claimant, ProcessMark};
 use cleat_backend::fence::Standing;
-use cleat_backend::store::{Layout, Page};
+use cleat_backend::store::{Layout, Page, Source};
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::request::{IoError, Op};
 use test_kit::ceph::{BUCKET, shared};
@@ -15,7 +15,7 @@ use test_kit::wait::wait_until;
 
 use crate::checks::pattern;
 use crate::client::{Local, Volume, job, write};
-use crate::places::{ALL, make_objects, s3_store};
+use crate::places::{ALL, clone_objects, make_objects, s3_store};
 
 const MIB: u64 = 1 << 20;
 
@@ -89,6 +89,8 @@ on_both! {
     a_client_is_fenced_without_opening_the_volume
     extents_report_what_was_written
     volumes_are_managed_in_their_store
+    snapshots_and_clones_keep_what_they_had
+    a_clone_is_complete_before_it_is_served
 }
 
 fn a_second_writer_is_refused_and_a_reader_is_not(store: &Store) {
@@ -239,6 +241,101 @@ fn volumes_are_managed_in_their_store(store: &Store) {
     assert!(!connected.remove("a", NOW, &mut go_on()).unwrap().changed);
     assert_eq!(refused(&uri, &OpenOptions::default()).kind(), ErrorKind::NotFound);
     assert_eq!(connected.info("a", None).unwrap_err().kind(), ErrorKind::NotFound);
+}
+
+fn snapshots_and_clones_keep_what_they_had(store: &Store) {
+    let uri = make_objects(&store.uri, 8 * MIB);
+    let spec = REGISTRY.store(&store.uri).unwrap();
+    let connected = spec.connect().unwrap();
+    let snapshots = connected.snapshots().unwrap();
+    let take = |volume: &str, name: &str| snapshots.create(volume, name, &mut go_on()).unwrap();
+    let served = open(&uri, as_client(claimant("one", "a")));
+    served.client().one(write(0, &pattern(1, 65536)));
+    assert!(take("v", "one"), "its writer was asked");
+    served.client().one(write(4096, &pattern(2, 4096)));
+    assert!(take("v", "two"));
+    served.client().one(write(0, &pattern(3, 65536)));
+
+    let uri_of_clone = clone_objects(&store.uri, "v@two", "clone");
+    let clone = open(&uri_of_clone, as_client(claimant("two", "c")));
+    let content = |volume: &Local| volume.client().read(0, 65536);
+    let mut expected = pattern(1, 65536);
+    expected[4096..8192].copy_from_slice(&pattern(2, 4096));
+    assert!(content(&clone) == expected);
+    clone.client().one(write(8192, &pattern(4, 4096)));
+    clone.client().one(job(Op::Trim, 0, 4096));
+    assert!(take("clone", "three"));
+    clone.client().one(write(0, &pattern(5, 65536)));
+    let second = clone_objects(&store.uri, "clone@three", "clone of the clone");
+    let second = open(&second, as_client(claimant("one", "d")));
+    let mut of_clone = expected.clone();
+    of_clone[8192..12288].copy_from_slice(&pattern(4, 4096));
+    of_clone[..4096].fill(0);
+    assert!(content(&second) == of_clone);
+    assert!(content(&served) == pattern(3, 65536), "the parent has its own content");
+    let at_two = spec.volume("v", Some("two")).unwrap().to_string();
+    let at_two = open(&at_two, OpenOptions { read_only: true, ..OpenOptions::default() });
+    assert!(content(&at_two) == expected);
+
+    let info = connected.info("clone", None).unwrap();
+    assert_eq!(info.parent.unwrap().name, "v@two");
+    assert_eq!(info.clones.unwrap().len(), 1);
+    assert_eq!(connected.info("v", Some("one")).unwrap().clones.unwrap().len(), 0);
+    drop((served, clone, second, at_two));
+    let kind = |error: Error| error.kind();
+    for (volume, snapshot) in [("v", "two"), ("clone", "three")] {
+        assert_eq!(kind(snapshots.remove(volume, snapshot).unwrap_err()), ErrorKind::InUse);
+        let removed = connected.remove(volume, NOW, &mut go_on());
+        assert_eq!(kind(removed.unwrap_err()), ErrorKind::InUse);
+    }
+    snapshots.rollback("v", "one", &mut go_on()).unwrap();
+    assert!(content(&open(&uri, as_client(claimant("one", "a")))) == pattern(1, 65536));
+    let again = open(&uri_of_clone, as_client(claimant("two", "c")));
+    assert!(content(&again) == pattern(5, 65536));
+    drop(again);
+    assert!(connected.remove("clone of the clone", NOW, &mut go_on()).unwrap().changed);
+    assert!(snapshots.remove("clone", "three").unwrap());
+    assert!(connected.remove("clone", NOW, &mut go_on()).unwrap().changed);
+    assert!(snapshots.remove("v", "two").unwrap());
+}
+
+fn a_clone_is_complete_before_it_is_served(store: &Store) {
+    make_objects(&store.uri, MIB);
+    let spec = REGISTRY.store(&store.uri).unwrap();
+    let connected = spec.connect().unwrap();
+    let (snapshots, clones) = (connected.snapshots().unwrap(), connected.clones().unwrap());
+    snapshots.create("v", "s", &mut go_on()).unwrap();
+    let make = |snapshot: Option<&str>, layout: &Layout| {
+        let source = Source { store: spec.spec(), name: "v", snapshot };
+        clones.create_clone(&source, "clone", layout, &mut go_on()).map_err(|error| error.kind())
+    };
+    let plain = Layout::default();
+    assert_eq!(make(None, &plain), Err(ErrorKind::InvalidArgument));
+    assert_eq!(make(Some("other"), &plain), Err(ErrorKind::NotFound));
+    let striped = Layout { object_size: Some(4 * MIB), ..Layout::default() };
+    assert_eq!(make(Some("s"), &striped), Err(ErrorKind::Unsupported));
+    assert_eq!(make(Some("s"), &plain), Ok(true));
+    assert_eq!(make(Some("s"), &plain), Ok(false));
+    let elsewhere = REGISTRY.store(&format!("{}-2", store.uri.split('?').next().unwrap()));
+    if let Ok(elsewhere) = elsewhere {
+        let source = Source { store: elsewhere.spec(), name: "v", snapshot: Some("s") };
+        let error = clones.create_clone(&source, "clone", &plain, &mut go_on()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{}", error.report());
+    }
+    snapshots.create("v", "later", &mut go_on()).unwrap();
+    assert_eq!(make(Some("later"), &plain), Err(ErrorKind::AlreadyExists));
+    assert_eq!(clones.flatten("clone", &mut go_on()).unwrap_err().kind(), ErrorKind::Unsupported);
+    // As if its creation had been interrupted.
+    if let Some(directory) = store.uri.strip_prefix("dir:") {
+        std::fs::remove_dir_all(format!("{directory}/v/objects/pin")).unwrap();
+        let uri = spec.volume("clone", None).unwrap().to_string();
+        let error = refused(&uri, &OpenOptions::default());
+        assert_eq!(error.kind(), ErrorKind::Unavailable, "{}", error.report());
+        assert_eq!(make(Some("s"), &plain), Ok(true));
+        drop(open(&uri, OpenOptions::default()));
+        assert!(connected.remove("clone", NOW, &mut go_on()).unwrap().changed);
+        assert!(snapshots.remove("v", "s").unwrap());
+    }
 }
 
 const NOW: cleat_backend::store::Removal = cleat_backend::store::Removal::Now;

@@ -6,7 +6,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use cleat::backends::REGISTRY;
-use cleat_backend::store::{Layout, Page, Removal};
+use cleat_backend::store::{Layout, Page, Removal, Source};
 use cleat_backend::uri::VolumeUri;
 use librbd::{Cluster, Config, NewImage, Pool};
 use tempfile::TempDir;
@@ -37,6 +37,10 @@ enum Kind {
     },
     /// Volumes on an object store, or in a directory with the same layout.
     Objects {
+        store: String,
+    },
+    /// Clones of empty volumes in a directory.
+    Clones {
         store: String,
     },
     Faulty(Box<Place>),
@@ -76,6 +80,13 @@ impl Place {
         place
     }
 
+    /// Returns a source of clones in a directory of their own.
+    pub fn clones() -> Self {
+        let mut place = Self::new(Kind::Mem, on_disk(), "");
+        place.kind = Kind::Clones { store: format!("dir:{}", place.directory.path().display()) };
+        place
+    }
+
     /// Returns a source of volumes in the object store that all tests of the process share.
     pub fn s3() -> Self {
         let mut place = Self::new(Kind::Mem, on_disk(), "");
@@ -96,6 +107,7 @@ impl Place {
             Kind::Loop { sector } => format!("file:{}", self.attach(&self.sparse(size), *sector)),
             Kind::Rbd { order } => self.image(size, *order),
             Kind::Objects { store } => make_objects(store, size),
+            Kind::Clones { store } => make_clone(store, size),
             Kind::Faulty(inner) => format!("fault:{}", inner.uri(size)),
         };
         let separator = match (text.contains('?'), self.options.is_empty()) {
@@ -137,8 +149,12 @@ impl Place {
                 self.image(SIZE, *order);
             }
             Kind::Objects { store } => {
-                remove_objects(store);
+                remove_objects(store, "v");
                 make_objects(store, SIZE);
+            }
+            Kind::Clones { store } => {
+                remove_objects(store, "clone");
+                clone_objects(store, "v@s", "clone");
             }
             Kind::Faulty(inner) => {
                 let wrapped = location.strip_prefix("fault:").unwrap();
@@ -191,11 +207,36 @@ pub fn make_objects(store: &str, size: u64) -> String {
     store.volume("v", None).unwrap().to_string()
 }
 
-fn remove_objects(store: &str) {
+/// Creates the volume `v` with a snapshot, and the clone of it, and returns the URI of the clone.
+fn make_clone(store: &str, size: u64) -> String {
+    make_objects(store, size);
+    let connected = REGISTRY.store(store).unwrap().connect().unwrap();
+    assert!(connected.snapshots().unwrap().create("v", "s", &mut |_, _| GO_ON).unwrap());
+    clone_objects(store, "v@s", "clone")
+}
+
+/// Clones a snapshot in a store of objects, and returns the URI of the clone.
+pub fn clone_objects(store: &str, snapshot: &str, name: &str) -> String {
+    let spec = REGISTRY.store(store).unwrap();
+    let (parent, snapshot) = snapshot.split_once('@').unwrap();
+    let source = Source { store: spec.spec(), name: parent, snapshot: Some(snapshot) };
+    let connected = spec.connect().unwrap();
+    let made =
+        connected
+            .clones()
+            .unwrap()
+            .create_clone(&source, name, &Layout::default(), &mut |_, _| GO_ON);
+    assert!(made.unwrap_or_else(|error| panic!("{}", error.report())));
+    spec.volume(name, None).unwrap().to_string()
+}
+
+const GO_ON: ControlFlow<()> = ControlFlow::Continue(());
+
+fn remove_objects(store: &str, name: &str) {
     let store = REGISTRY.store(store).unwrap().connect().unwrap();
-    let removed = store.remove("v", Removal::Now, &mut |_, _| ControlFlow::Continue(()));
+    let removed = store.remove(name, Removal::Now, &mut |_, _| GO_ON);
     assert!(removed.unwrap_or_else(|error| panic!("{}", error.report())).changed);
-    assert!(store.list(&ALL).unwrap().volumes.is_empty());
+    assert!(store.list(&ALL).unwrap().volumes.iter().all(|volume| volume.name != name));
 }
 
 /// The whole list of a store.

@@ -135,6 +135,9 @@ Examples:
     $ cleat volume snapshot create rbd:volumes/data@monday
     $ cleat volume clone rbd:volumes/data@monday rbd:volumes/copy
 
+  In a directory, where clone and parent stay together:
+    $ cleat volume clone dir:/var/lib/volumes/data@monday dir:/var/lib/volumes/copy
+
   For clients older than Ceph 13, which need a protected snapshot:
     $ cleat volume snapshot protect rbd:volumes/data@monday
     $ cleat volume clone rbd:volumes/data@monday rbd:volumes/copy --clone-format 1
@@ -142,13 +145,14 @@ Examples:
 
 /// Create a writable clone of a snapshot, without copying: unwritten data is read from the snapshot
 ///
-/// A clone of format 2, the default, needs no protected snapshot. If the snapshot is removed before its
-/// clone, the cluster keeps it until the clone is removed or flattened. URI options for the access to the
+/// A clone of an RBD image has format 2 by default and needs no protected snapshot. If the snapshot is removed before
+/// its clone, the cluster keeps it until the clone is removed or flattened. On an object store, a clone is in the
+/// same directory or bucket as its parent, and a snapshot with clones cannot be removed. URI options for the access to the
 /// cluster are needed for only one of the two.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = CLONE_EXAMPLES)]
 pub(super) struct Clone {
-    /// The snapshot: rbd:POOL/IMAGE@SNAPSHOT
+    /// The snapshot: the URI of a volume with @SNAPSHOT
     #[arg(value_parser = crate::backends::volume)]
     source: VolumeUri,
     /// The new volume
@@ -156,10 +160,9 @@ pub(super) struct Clone {
     uri: VolumeUri,
     #[command(flatten)]
     layout: LayoutArgs,
-    /// 1: needs a protected snapshot; 2: any snapshot
-    #[arg(long, value_name = "N", default_value_t = 2,
-          value_parser = clap::value_parser!(u8).range(1..=2))]
-    clone_format: u8,
+    /// Of an RBD image: 1 needs a protected snapshot, 2 takes any snapshot [default: 2]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=2))]
+    clone_format: Option<u8>,
 }
 
 const FLATTEN_EXAMPLES: &str = "\
@@ -234,7 +237,7 @@ pub(super) fn clone(globals: &Globals, args: Clone) -> Result<()> {
     let (from, source, snapshot) = args.source.snapshot_location()?;
     let (to, name) = volume_location(&args.uri)?;
     let store = to.with_access_of(&from)?.connect()?;
-    let layout = Layout { clone_format: Some(args.clone_format), ..args.layout.into() };
+    let layout = Layout { clone_format: args.clone_format, ..args.layout.into() };
     let source = Source { store: from.spec(), name: &source, snapshot: Some(&snapshot) };
     let clones = capability(store.clones(), &to, "clones")?;
     // A URI can only name snapshots of backends whose clones copy nothing, so there is no progress to show.

@@ -10,7 +10,7 @@
 
 use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File};
-use std::io::{self, ErrorKind as Io};
+use std::io::{self, ErrorKind as Io, Read as _};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Component, Path, PathBuf};
@@ -19,6 +19,8 @@ use std::sync::Arc;
 use cleat_backend::uri::{Encoded, Options, decode, invalid, shown};
 use cleat_backend::{CredentialSet, Network};
 use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_object::codec::Description;
+use cleat_object::name::Name;
 use cleat_object::store::Store;
 use cleat_object::store::directory::{Directory, remove_temporary};
 
@@ -36,6 +38,12 @@ const REMOVED: &str = ".removed-";
 
 /// The maximum number of entries of a home.
 const MAX_ENTRIES: usize = 100_000;
+
+/// The maximum number of parents of a clone, as in the engine.
+const MAX_PARENTS: usize = 16;
+
+/// The maximum number of bytes of a description that are read.
+const MAX_DESCRIPTION: u64 = 64 << 10;
 
 /// A directory with volumes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -73,12 +81,34 @@ impl Local {
     }
 
     pub(super) fn access(&self, name: &str) -> Access {
+        let mut paths = vec![nonce::DEVICE.into()];
+        paths.extend(self.parents(name));
         Access {
-            paths: vec![nonce::DEVICE.into()],
+            paths,
             copies: Vec::new(),
             writable: vec![self.root(name).join(OBJECTS)],
             network: Network::None,
         }
+    }
+
+    /// Returns the directories with the objects of the volume's parents. Whoever can write to the volume can change
+    /// what it says of them, so a parent counts only if it says the same: it has a pin for the clone.
+    fn parents(&self, name: &str) -> Vec<PathBuf> {
+        let mut paths: Vec<PathBuf> = Vec::new();
+        let mut objects = self.root(name).join(OBJECTS);
+        while paths.len() < MAX_PARENTS
+            && let Some(own) = description(&objects)
+            && let Some(parent) = own.parent
+            && is_name(&parent.location)
+        {
+            objects = self.root(&parent.location).join(OBJECTS);
+            let pin = Name::Pin(parent.snapshot.id, own.volume).to_string();
+            if fs::symlink_metadata(objects.join(pin)).is_err() {
+                break;
+            }
+            paths.push(objects.clone());
+        }
+        paths
     }
 
     fn failed(&self, what: &str, error: io::Error) -> Error {
@@ -184,6 +214,14 @@ impl Connection for Local {
     fn renew(&self, _credentials: &CredentialSet) -> Result<()> {
         Ok(())
     }
+}
+
+/// Reads the description of the volume that has its objects in a directory.
+fn description(objects: &Path) -> Option<Description> {
+    let mut bytes = Vec::new();
+    let file = File::open(objects.join(Name::Description.to_string())).ok()?;
+    file.take(MAX_DESCRIPTION).read_to_end(&mut bytes).ok()?;
+    Description::decode(&bytes).ok()
 }
 
 /// Parses the part of a URI behind `dir:`.

@@ -48,16 +48,52 @@ impl Place {
             }),
         };
         Volume::create(Arc::clone(&new.store), &description).await?;
-        let pin = Name::Pin(snapshot, new.volume);
+        let pinned = self.pin(snapshot, new.volume).await;
+        if matches!(pinned, Err(Failure::NoSnapshot)) {
+            let access = Access::new(Arc::clone(&new.store), new.volume, description.nonce);
+            access.delete(Name::Description).await?;
+        }
+        pinned
+    }
+
+    /// Keeps a snapshot of this volume for a clone whose description exists. Also continues a creation that was
+    /// interrupted.
+    ///
+    /// # Errors
+    /// Returns [`Failure::NoSnapshot`] if the snapshot is being deleted, and another error if the store fails.
+    pub async fn pin(&self, snapshot: SnapshotId, clone: VolumeId) -> Result<(), Failure> {
+        let pin = Name::Pin(snapshot, clone);
         self.access().create_empty(pin).await?;
         let is_deleted = !self.access().list(&tokens(snapshot), "").await?.is_empty();
         if is_deleted && applies(Rule::LookForToken) {
             self.access().delete(pin).await?;
-            let access = Access::new(Arc::clone(&new.store), new.volume, description.nonce);
-            access.delete(Name::Description).await?;
             return Err(Failure::NoSnapshot);
         }
         Ok(())
+    }
+
+    /// Returns the clones of a snapshot of this volume.
+    ///
+    /// # Errors
+    /// Returns an error if the store fails.
+    pub async fn clones(&self, snapshot: SnapshotId) -> Result<Vec<VolumeId>, Failure> {
+        pinned(self.access(), snapshot).await
+    }
+
+    /// Returns whether the parent keeps what this clone needs. It does unless the clone's creation was interrupted, or
+    /// its removal has begun.
+    ///
+    /// # Errors
+    /// Returns an error if the store fails.
+    pub async fn is_pinned(&self) -> Result<bool, Failure> {
+        let own = self.description();
+        match (&own.parent, self.access().parent()) {
+            (Some(parent), Some(ancestor)) => {
+                let clones = pinned(&ancestor.access, parent.snapshot.id).await?;
+                Ok(clones.contains(&own.volume))
+            }
+            _ => Ok(true),
+        }
     }
 
     /// Ends the need of this volume for its parent. It must not be opened any more.
@@ -87,7 +123,7 @@ impl Shared {
         if applies(Rule::TokenFirst) {
             self.access.create_empty(token).await?;
         }
-        if !self.access.list(&format!("pin/{snapshot}/"), "").await?.is_empty() {
+        if !self.access.list(&pins(snapshot), "").await?.is_empty() {
             // The token of an attempt that fails is also removed by a sweep of a later writer.
             self.access.delete(token).await?;
             return Err(Failure::HasClones);
@@ -97,6 +133,17 @@ impl Shared {
         }
         Ok(token)
     }
+}
+
+async fn pinned(access: &Access, snapshot: SnapshotId) -> Result<Vec<VolumeId>, Failure> {
+    let names = access.list(&pins(snapshot), "").await?.into_iter();
+    Ok(names
+        .filter_map(|name| if let Name::Pin(_, clone) = name { Some(clone) } else { None })
+        .collect())
+}
+
+fn pins(snapshot: SnapshotId) -> String {
+    format!("pin/{snapshot}/")
 }
 
 fn tokens(snapshot: SnapshotId) -> String {

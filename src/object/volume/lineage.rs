@@ -15,7 +15,7 @@ pub trait Parents: Send + Sync {
     /// Returns the store of the volume at a location that a description names.
     ///
     /// # Errors
-    /// Returns why the store cannot be used.
+    /// Returns `NotFound` if there is no volume, and otherwise why the store cannot be used.
     fn store(&self, location: &str) -> Result<Arc<dyn Store>, StoreError>;
 }
 
@@ -45,7 +45,10 @@ pub(super) async fn find(
         }
         let name = Name::Description.to_string();
         let store = parents.store(&parent.location);
-        let store = store.map_err(|error| Failure::Store { name, error })?;
+        let store = store.map_err(|error| match error {
+            StoreError::NotFound => Failure::Lost(Name::Description),
+            error => Failure::Store { name, error },
+        })?;
         let (store, description) = describe(store, nonce).await?;
         if description.volume != parent.volume {
             return Err(Failure::Lost(Name::Description));
@@ -60,7 +63,8 @@ pub(super) async fn find(
     behind.ok_or(Failure::Lost(Name::Description))
 }
 
-async fn describe(
+/// Reads the description of a volume.
+pub(super) async fn describe(
     store: Arc<dyn Store>,
     nonce: Nonce,
 ) -> Result<(Arc<dyn Store>, Description), Failure> {

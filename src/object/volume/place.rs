@@ -55,6 +55,15 @@ impl Place {
         Ok(Self { access, description })
     }
 
+    /// Finds a volume without its parents: to end it, or to fence its writers. Its content cannot be read.
+    ///
+    /// # Errors
+    /// As [`Place::find`].
+    pub async fn find_alone(store: Arc<dyn Store>, nonce: Nonce) -> Result<Self, Failure> {
+        let (store, description) = lineage::describe(store, nonce).await?;
+        Ok(Self { access: Access::new(store, description.volume, nonce), description })
+    }
+
     pub(super) fn access(&self) -> &Access {
         &self.access
     }

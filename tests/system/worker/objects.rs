@@ -6,7 +6,7 @@ use std::time::Duration;
 #[cfg(feature = "fault")]
 use super::surroundings::Surroundings;
 use cleat::backends::REGISTRY;
-use cleat_backend::store::Layout;
+use cleat_backend::store::{Layout, Source};
 use cleat_core::error::ErrorKind;
 use cleat_worker::protocol::{FromWorker, Start, ToWorker};
 use nix::sys::signal::{Signal, kill};
@@ -87,6 +87,39 @@ fn is_served_by_a_confined_process(volume: &ObjectVolume) {
 #[test]
 fn a_volume_in_a_directory_is_served_by_a_confined_process() {
     is_served_by_a_confined_process(&ObjectVolume::in_directory());
+}
+
+#[test]
+fn a_clone_in_a_directory_is_served_by_a_confined_process() {
+    let volume = ObjectVolume::in_directory();
+    {
+        let (mut worker, sockets) = Worker::serving(&volume.uri, 1);
+        assert_eq!(nbd::write(&sockets[0], 0, &[7; BLOCK as usize]), 0);
+        worker.send(&ToWorker::Stop, &[]);
+        assert!(worker.exit().success(), "{}", worker.log());
+    }
+    let store = REGISTRY.store(volume.uri.strip_suffix("/v").unwrap()).unwrap();
+    let connected = store.connect().unwrap();
+    let on = || |_, _| std::ops::ControlFlow::Continue(());
+    connected.snapshots().unwrap().create("v", "s", &mut on()).unwrap();
+    let source = Source { store: store.spec(), name: "v", snapshot: Some("s") };
+    let clones = connected.clones().unwrap();
+    assert!(clones.create_clone(&source, "clone", &Layout::default(), &mut on()).unwrap());
+    let clone = store.volume("clone", None).unwrap().to_string();
+    let (_worker, sockets) = Worker::serving(&clone, 1);
+    assert_eq!(nbd::read(&sockets[0], 0, BLOCK), [7; BLOCK as usize]);
+    assert_eq!(nbd::write(&sockets[0], 0, &[8; BLOCK as usize]), 0);
+    // The worker may not write there.
+    assert_eq!(nbd::simple(&sockets[0], nbd::FLUSH, 0, 0), 0);
+    assert_eq!(nbd::read(&sockets[0], 0, BLOCK), [8; BLOCK as usize]);
+    // Without its pin, the worker does not see the parent.
+    let pins = std::path::Path::new(volume.uri.strip_prefix("dir:").unwrap()).join("objects/pin");
+    drop((_worker, sockets));
+    std::fs::remove_dir_all(pins).unwrap();
+    let worker = Worker::launch();
+    worker.send_start(&start_message(&clone));
+    let (kind, message) = failure(worker.receive());
+    assert_eq!(kind, ErrorKind::NotFound, "{message}");
 }
 
 #[test]

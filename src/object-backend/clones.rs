@@ -1,0 +1,117 @@
+//! Clones of snapshots, for commands. A clone is in the same home as its parent.
+
+use std::any::Any;
+
+use cleat_backend::store::{CloneStore, Layout, Parent, Progress, Source};
+use cleat_backend::uri::invalid;
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_object::codec::{self, Snapshot};
+use cleat_object::name::VolumeId;
+use cleat_object::volume::{NewClone, Place};
+
+use crate::errors::{no_snapshot, wait};
+use crate::home::Home;
+use crate::image::identity;
+use crate::manage::{ObjectStore, check_layout};
+use crate::nonce::random;
+use crate::spec::VolumeAt;
+use crate::timeouts::{CALL_TIMEOUT, after};
+
+impl CloneStore for ObjectStore {
+    fn create_clone(
+        &self,
+        source: &Source<'_>,
+        name: &str,
+        layout: &Layout,
+        _progress: Progress<'_>,
+    ) -> Result<bool> {
+        check_layout(layout)?;
+        let Some(wanted) = source.snapshot else {
+            return Err(invalid("a volume on an object store is cloned from a snapshot")
+                .with_repair("take a snapshot first: cleat volume snapshot create"));
+        };
+        self.check_home(source)?;
+        let (parent, place) = self.existing(source.name)?;
+        let found = snapshot(&parent, &place, wanted)?;
+        let (shown, clone) = (parent.shown(), self.volume(name)?);
+        if let Some((_, existing)) = self.find(name)? {
+            let own = existing.description();
+            if !own.parent.as_ref().is_some_and(|of| is_of(of, &place, &found)) {
+                let message =
+                    format!("{} exists, and is no clone of {shown}@{wanted}", clone.shown());
+                return Err(
+                    Error::new(ErrorKind::AlreadyExists, message).with_repair("use another name")
+                );
+            }
+            let is_complete = wait(&clone.shown(), after(CALL_TIMEOUT), existing.is_pinned())?;
+            wait(&shown, after(CALL_TIMEOUT), place.pin(found.id, own.volume))?;
+            return Ok(!is_complete);
+        }
+        self.connection.prepare(name)?;
+        let new = NewClone {
+            volume: VolumeId(random()?),
+            store: self.connection.store(name)?,
+            location: parent.name.clone(),
+        };
+        wait(&shown, after(CALL_TIMEOUT), place.create_clone(found.id, &new)).map(|()| true)
+    }
+
+    fn flatten(&self, name: &str, _progress: Progress<'_>) -> Result<bool> {
+        let (volume, place) = self.existing(name)?;
+        if place.description().parent.is_none() {
+            return Ok(false);
+        }
+        let message = format!("{} cannot be made independent of its parent", volume.shown());
+        Err(Error::new(ErrorKind::Unsupported, message)
+            .with_repair("map it and a new volume, and copy the device: qemu-img convert -n -p"))
+    }
+}
+
+impl ObjectStore {
+    /// Checks that a source is in this home.
+    fn check_home(&self, source: &Source<'_>) -> Result<()> {
+        let spec: &dyn Any = source.store;
+        let place = |home: &Home| (home.scheme(), home.location(None));
+        match spec.downcast_ref::<Home>() {
+            Some(home) if place(home) == place(&self.home) => Ok(()),
+            _ => {
+                let message = "a clone on an object store must be where its parent is";
+                Err(Error::new(ErrorKind::Unsupported, message)
+                    .with_repair("use the same directory, or the same bucket and prefix"))
+            }
+        }
+    }
+
+    /// Describes the parent of a volume.
+    pub(crate) fn parent(place: &Place) -> Option<Parent> {
+        let parent = place.description().parent.as_ref()?;
+        Some(Parent {
+            name: format!("{}@{}", parent.location, parent.snapshot.name),
+            image_id: identity(parent.volume).to_string(),
+            in_trash: false,
+            overlap_bytes: parent.snapshot.size,
+        })
+    }
+
+    /// Returns the identities of the clones of a snapshot.
+    pub(crate) fn clones_of(
+        &self,
+        volume: &VolumeAt,
+        place: &Place,
+        snapshot: &Snapshot,
+    ) -> Result<Vec<String>> {
+        let clones = wait(&volume.shown(), after(CALL_TIMEOUT), place.clones(snapshot.id))?;
+        Ok(clones.into_iter().map(|clone| identity(clone).to_string()).collect())
+    }
+}
+
+/// Finds a snapshot of a volume.
+fn snapshot(volume: &VolumeAt, place: &Place, name: &str) -> Result<Snapshot> {
+    let found = ObjectStore::view(volume, place)?.snapshots();
+    let found = found.into_iter().find(|found| found.name == name);
+    found.ok_or_else(|| no_snapshot(&volume.shown(), name))
+}
+
+fn is_of(parent: &codec::Parent, place: &Place, snapshot: &Snapshot) -> bool {
+    parent.volume == place.description().volume && parent.snapshot.id == snapshot.id
+}
