@@ -51,6 +51,16 @@ pub(crate) fn failed(name: &str, failure: Failure) -> Error {
             return Error::new(ErrorKind::InUse, format!("{name}: the snapshot has clones"))
                 .with_repair("remove the clones first");
         }
+        Failure::Stale { .. } => (
+            ErrorKind::Fenced,
+            format!("another client has written to {name} since this mapping has"),
+            "unmap it with --force, then map it again; cleat fence ls shows the clients",
+        ),
+        Failure::TailMemory(_) => (
+            ErrorKind::Internal,
+            format!("the writes to {name} that were not in the store cannot be read"),
+            "unmap it with --force, which gives these writes up, then map it again",
+        ),
         Failure::Invalid(why) => {
             return Error::new(ErrorKind::InvalidArgument, format!("{name}: {why}"));
         }
@@ -69,7 +79,7 @@ pub(crate) fn no_snapshot(name: &str, snapshot: &str) -> Error {
 /// of it is in flight then.
 pub(crate) fn io_error(failure: &Failure, modifies: bool) -> IoError {
     match failure {
-        Failure::Fenced => IoError::Fenced,
+        Failure::Fenced | Failure::Stale { .. } => IoError::Fenced,
         Failure::Store { .. } if !modifies => IoError::Retry,
         Failure::Invalid(_) => IoError::Invalid,
         _ => IoError::Broken,

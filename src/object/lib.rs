@@ -27,6 +27,7 @@ mod simulation;
 #[cfg(test)]
 mod snapshot_tests;
 pub mod store;
+pub mod tail_memory;
 #[cfg(test)]
 mod tests;
 pub mod volume;

@@ -48,6 +48,10 @@ pub(crate) enum Rule {
     KeepToken,
     /// (23) A clone deletes no object of its parent.
     OwnObjects,
+    /// (25) Records of the tail memory that are in the history are not appended again.
+    TailCut,
+    /// (26) Records of the tail memory are appended only to the history that they continue.
+    TailOwner,
 }
 
 /// Returns whether a rule applies: always, except in tests that leave one out.

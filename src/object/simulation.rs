@@ -10,6 +10,7 @@
 mod actor;
 mod cloner;
 mod oracle;
+mod ram;
 mod random;
 mod store;
 
@@ -26,6 +27,7 @@ use crate::rules::{Rule, without};
 use crate::volume::{Config, Failure, Volume};
 use actor::{Actor, SECTOR};
 use oracle::{Oracle, SECTORS};
+use ram::{Life, Ram};
 use random::Random;
 use store::{Client, Cloud};
 
@@ -59,13 +61,21 @@ struct Running {
     woken: Arc<Woken>,
     waker: Waker,
     is_paused: bool,
+    life: Life,
+    ram: Option<Arc<Ram>>,
 }
 
 impl Running {
     fn start(future: impl Future<Output = ()> + 'static) -> Self {
         let woken = Arc::new(Woken(AtomicBool::new(true)));
         let waker = Waker::from(Arc::clone(&woken));
-        Self { future: Box::pin(future), woken, waker, is_paused: false }
+        let (life, ram) = (Life::default(), None);
+        Self { future: Box::pin(future), woken, waker, is_paused: false, life, ram }
+    }
+
+    fn of(actor: Actor) -> Self {
+        let (life, ram) = (actor.client.life.clone(), actor.ram.clone());
+        Self { life, ram, ..Self::start(actor.live()) }
     }
 
     fn poll(&mut self) -> Poll<()> {
@@ -81,6 +91,10 @@ struct World {
     oracle: Arc<Mutex<Oracle>>,
     running: Vec<Running>,
     started: usize,
+    /// The tail memories of mappings whose process has ended.
+    rams: Vec<Arc<Ram>>,
+    /// The sectors that are written.
+    written: usize,
     /// Of 1000 steps: how often a node starts, crashes, and is stopped or continued.
     rates: [u64; 3],
     /// Nodes clone snapshots, too.
@@ -94,19 +108,26 @@ impl World {
         let trace = is_traced.then(Vec::new);
         let mut cloud = Cloud::default();
         (cloud.faults, cloud.trace) = (faults, trace);
-        let rates = [
-            random.choose(&[2, 5, 15, 40]),
-            random.choose(&[0, 2, 5, 15]),
-            random.choose(&[0, 5, 20, 40]),
-        ];
         let has_clones = seed % 4 == 3;
+        let rates = match random.below(2) {
+            // One mapping whose processes follow each other.
+            1 if !has_clones => [0, random.choose(&[2, 5, 8]), random.choose(&[0, 5, 20])],
+            _ => [
+                random.choose(&[2, 5, 15, 40]),
+                random.choose(&[0, 2, 5, 15]),
+                random.choose(&[0, 5, 20, 40]),
+            ],
+        };
+        let written = random.choose(&[SECTORS, SECTORS, 12]);
         Self {
             random,
             has_clones,
+            written,
             cloud: Arc::new(Mutex::new(cloud)),
             oracle: Arc::default(),
             running: Vec::new(),
             started: 0,
+            rams: Vec::new(),
             rates,
         }
     }
@@ -129,16 +150,50 @@ impl World {
             sweep_checkpoints: random.choose(&[1, 4]),
             max_space_percent: random.choose(&[100, 150, 1_000_000]),
         };
+        let idle = random.choose(&[0, 0, 10, 40]);
         let own = Random(random.next());
+        let life = Life::default();
         Actor {
             client: Client {
                 cloud: Arc::clone(&self.cloud),
                 actor: self.started,
                 prefix: String::new(),
+                life,
             },
             oracle: Arc::clone(&self.oracle),
             random: Arc::new(Mutex::new(own)),
             config,
+            written: self.written,
+            idle,
+            ram: None,
+        }
+    }
+
+    /// Starts a process: the next one of a mapping, the first one of a mapping, or one without a tail memory.
+    fn start(&mut self) {
+        let mut actor = self.actor();
+        actor.ram = match self.random.below(8) {
+            0 => None,
+            1 => Some(Arc::new(Ram::new(Random(self.random.next())))),
+            _ if self.rams.is_empty() => Some(Arc::new(Ram::new(Random(self.random.next())))),
+            _ => {
+                let at = self.random.index(self.rams.len());
+                Some(self.rams.swap_remove(at))
+            }
+        };
+        actor.ram.iter().for_each(|ram| ram.give(&actor.client.life));
+        self.running.push(Running::of(actor));
+    }
+
+    /// Ends a process. Its node may end with it, and then its tail memory is lost.
+    fn end(&mut self, at: usize) {
+        let ended = self.running.swap_remove(at);
+        if self.random.below(4) > 0 {
+            self.rams.extend(ended.ram.clone());
+            drop(ended);
+            if self.random.below(4) > 0 {
+                self.start();
+            }
         }
     }
 
@@ -147,16 +202,17 @@ impl World {
         let [start, crash, pause] = self.rates;
         if self.running.is_empty() || dice < start && self.running.len() < 4 {
             let is_second = self.has_clones && !self.running.is_empty();
-            let is_clone = is_second && self.random.below(2) == 0;
-            let actor = self.actor();
-            self.running.push(match is_clone {
-                true => Running::start(cloner::live(actor)),
-                false => Running::start(actor.live()),
-            });
+            match is_second && self.random.below(2) == 0 {
+                true => {
+                    let actor = self.actor();
+                    self.running.push(Running::start(cloner::live(actor)));
+                }
+                false => self.start(),
+            }
         } else if dice < start + crash {
             let at = self.random.index(self.running.len());
             self.cloud().note(|| "crash".to_owned());
-            drop(self.running.swap_remove(at));
+            self.end(at);
         } else if dice < start + crash + pause {
             let at = self.random.index(self.running.len());
             self.running[at].is_paused ^= true;
@@ -168,8 +224,8 @@ impl World {
             let at = self.random.index(self.running.len());
             let actor = &mut self.running[at];
             let is_ready = !actor.is_paused && actor.woken.0.load(Ordering::Relaxed);
-            if is_ready && actor.poll().is_ready() {
-                drop(self.running.swap_remove(at));
+            if is_ready && (actor.poll().is_ready() || actor.life.is_over()) {
+                self.end(at);
             }
         }
     }
@@ -264,12 +320,18 @@ struct Done {
     snapshots_read: u64,
     roll_backs: u64,
     clones_read: u64,
+    continued: u64,
 }
 
 /// Runs one seed. Returns the violation, if there is one.
 fn run(seed: u64, is_traced: bool) -> Result<Done, String> {
     let mut world = World::new(seed, is_traced);
-    let client = Client { cloud: Arc::clone(&world.cloud), actor: 0, prefix: String::new() };
+    let client = Client {
+        cloud: Arc::clone(&world.cloud),
+        actor: 0,
+        prefix: String::new(),
+        life: Life::default(),
+    };
     let description = Description {
         volume: VolumeId([7; 16]),
         nonce: Nonce([9; 16]),
@@ -300,6 +362,7 @@ fn run(seed: u64, is_traced: bool) -> Result<Done, String> {
                 snapshots_read: oracle.snapshots_read,
                 roll_backs: oracle.roll_backs,
                 clones_read: oracle.clones_read,
+                continued: oracle.continued,
             })
         }
         Some(text) => {
@@ -336,6 +399,7 @@ fn every_seed_keeps_the_contract() {
                 sum.snapshots_read += done.snapshots_read;
                 sum.roll_backs += done.roll_backs;
                 sum.clones_read += done.clones_read;
+                sum.continued += done.continued;
             }
             Err(_) => panic!(
                 "seed {seed}: {}\nCLEAT_SIM_SEED={seed} repeats it",
@@ -346,6 +410,7 @@ fn every_seed_keeps_the_contract() {
     if seeds.end - seeds.start > 100 {
         let runs = seeds.end - seeds.start;
         assert!(sum.flushes > runs && sum.nodes as u64 > runs * 2, "{} flushes", sum.flushes);
+        assert!(sum.continued > runs / 4, "{} processes have continued another one", sum.continued);
         assert!(sum.puts > runs * 10, "{} puts", sum.puts);
         let (read, rolled) = (sum.snapshots_read, sum.roll_backs);
         assert!(sum.clones_read > runs / 10, "{} reads of clones", sum.clones_read);
@@ -357,12 +422,12 @@ fn every_seed_keeps_the_contract() {
 fn every_rule_is_needed() {
     use Rule::{
         Base, Claim, Commit, Conditional, Contiguous, DeletedSnapshots, KeepSeals, KeepSnapshots,
-        LaterSnapshots, Nonce, Rebase, Recheck, Seal, SnapshotBase, Tail,
+        LaterSnapshots, Nonce, Rebase, Recheck, Seal, SnapshotBase, Tail, TailCut, TailOwner,
     };
     let log =
         [Seal, Nonce, Commit, Claim, Contiguous, Conditional, Recheck, Base, Rebase, KeepSeals];
     let snapshots = [Tail, KeepSnapshots, SnapshotBase, LaterSnapshots, DeletedSnapshots];
-    for rule in log.into_iter().chain(snapshots) {
+    for rule in log.into_iter().chain(snapshots).chain([TailCut, TailOwner]) {
         let is_missed =
             without(Some(rule), || RULE_SEEDS.into_iter().any(|seed| run(seed, false).is_err()));
         assert!(is_missed, "no seed finds that rule {rule:?} is left out");

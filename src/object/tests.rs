@@ -212,6 +212,34 @@ fn flushes_at_the_same_time_share_a_put() {
 }
 
 #[test]
+fn writes_without_a_flush_share_a_put_that_is_sent_later() {
+    let memory = Arc::new(Memory::default());
+    let store: Arc<dyn Store> = Arc::clone(&memory) as _;
+    create(&store, 8 << 20);
+    let volume = open(&store, 10, Config::default()).unwrap();
+    let puts = || memory.log_puts.load(Ordering::Relaxed);
+    let before = puts();
+    with_volume(&volume, async {
+        for number in 0..32 {
+            volume.write(number * 4096, &[7; 4096]).await?;
+        }
+        let seen = volume.send_older(0);
+        assert_eq!(puts(), before, "they are new");
+        volume.send_older(seen);
+        while volume.has_puts() {
+            std::future::poll_fn(|context| {
+                context.waker().wake_by_ref();
+                if volume.has_puts() { Poll::Pending } else { Poll::Ready(()) }
+            })
+            .await;
+        }
+        assert_eq!((puts(), volume.send_older(0)), (before + 1, 0));
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
 fn a_slot_that_was_confirmed_and_lost_is_reported() {
     let lose = |rule| {
         without(rule, || {

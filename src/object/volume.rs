@@ -13,6 +13,7 @@ mod checkpoint;
 mod cloning;
 mod collect;
 mod extents;
+mod keep;
 mod lineage;
 mod opening;
 mod place;
@@ -35,12 +36,14 @@ use std::sync::Arc;
 
 pub use access::Failure;
 pub use cloning::NewClone;
+pub use keep::Keep;
 pub use lineage::Parents;
 pub use place::{Newest, Place};
 
 use crate::codec::{Description, MAX_DATA_BYTES, MAX_MAP_PAGES, Snapshot};
 use crate::name::{Name, Nonce, SnapshotId};
 use crate::store::Store;
+use crate::tail_memory::TailMemory;
 use access::{Access, Put};
 use request::SECTOR_BYTES;
 use shared::Shared;
@@ -118,6 +121,8 @@ pub struct Status {
     pub map_bytes: usize,
     /// The data in the tail of the log in bytes.
     pub tail_bytes: usize,
+    /// The data of records that are in the tail memory and not confirmed in the store, in bytes.
+    pub kept_bytes: u64,
     /// The checkpoints that were written since the volume was opened.
     pub checkpoints: u64,
 }
@@ -184,6 +189,7 @@ impl Volume {
             space_bytes: state.usage.all().space,
             map_bytes: state.map.bytes(),
             tail_bytes: state.tail.bytes(),
+            kept_bytes: state.tail_memory.as_ref().map_or(0, TailMemory::bytes),
             checkpoints: state.checkpoints.count,
         }
     }
@@ -311,6 +317,32 @@ impl Volume {
             }
             false => Ok(()),
         }
+    }
+
+    /// Whether everything that was written is in the store or in the tail memory, so that it survives the process.
+    pub fn is_kept(&self) -> bool {
+        self.0.lock().tail_memory.as_ref().is_some_and(TailMemory::is_complete)
+    }
+
+    /// Whether the volume keeps what is written in the tail memory, and has room for a write of this many bytes
+    /// without a wait.
+    pub fn can_keep(&self, bytes: u64) -> bool {
+        self.is_kept() && self.0.has_room(usize::try_from(bytes).unwrap_or(usize::MAX))
+    }
+
+    /// Sends records that no flush covers. `seen` is the result of the call before: what was written before that call
+    /// is sent now.
+    pub fn send_older(&self, seen: u64) -> u64 {
+        let mut state = self.0.lock();
+        let next = state.tail.next();
+        if state.tail.open_records() == 0 {
+            return 0;
+        }
+        if next == seen {
+            state.tail.flush_wanted = true;
+            state.changed();
+        }
+        next
     }
 
     /// Whether puts of the log are in progress or due.

@@ -117,8 +117,11 @@ impl Shared {
     /// Records what a failure of the engine means for the whole image.
     pub(crate) fn note(&self, failure: &Failure) {
         match failure {
-            Failure::Fenced => self.set_fenced(),
-            Failure::Damaged { .. } | Failure::Lost(_) | Failure::Unsupported(_) => {
+            Failure::Fenced | Failure::Stale { .. } => self.set_fenced(),
+            Failure::Damaged { .. }
+            | Failure::Lost(_)
+            | Failure::Unsupported(_)
+            | Failure::TailMemory(_) => {
                 let mut broken = self.broken();
                 let reason = failure.to_string();
                 if broken.as_ref() != Some(&reason) {

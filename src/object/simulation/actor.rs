@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::oracle::{Change, Content, Image, Oracle, SECTORS};
+use super::ram::Ram;
 use super::random::Random;
 use super::store::Client;
 use crate::name::Nonce;
 use crate::store::{Pending, Store as _};
-use crate::volume::{Config, Failure, Volume};
+use crate::volume::{Config, Failure, Keep, Place, Volume};
 
 /// The bytes of a sector.
 pub(super) const SECTOR: usize = 512;
@@ -26,6 +27,12 @@ pub(super) struct Actor {
     pub(super) oracle: Arc<Mutex<Oracle>>,
     pub(super) random: Arc<Mutex<Random>>,
     pub(super) config: Config,
+    /// The sectors that are written: the first ones.
+    pub(super) written: usize,
+    /// How many times it waits between two flushes.
+    pub(super) idle: u64,
+    /// The tail memory of the mapping.
+    pub(super) ram: Option<Arc<Ram>>,
 }
 
 impl Actor {
@@ -70,24 +77,36 @@ impl Actor {
     pub(super) async fn open(&self) -> Result<(Volume, u64), Failure> {
         let store = Arc::new(self.client.clone());
         let config = self.config.clone();
-        let volume = Volume::open(store, self.nonce(), "node", config).await?;
+        let place = Place::find(store, self.nonce()).await?;
+        let epoch = place.claim_next("node").await?;
+        let ram = self.ram.clone();
+        let keep = ram.map(|ram| Keep { memory: ram, owner: 7 });
+        let volume = place.open_with(epoch, config, keep.as_ref()).await?;
         let image = read_all(&volume).await?;
         let mut snapshots = BTreeMap::new();
         for snapshot in volume.snapshots() {
             let view = volume.view_snapshot(snapshot.id, self.config.clone()).await?;
             snapshots.insert(snapshot.name, read_all(&view).await?);
         }
-        let epoch = volume.status().epoch;
+        self.if_alive().await;
         self.note(|| format!("open in epoch {epoch}"));
-        self.oracle().opened(epoch, Content { image, snapshots });
+        let before = self.ram.as_ref().and_then(|ram| ram.replace_epoch(epoch));
+        self.oracle().opened(epoch, Content { image, snapshots }, before);
         Ok((volume, epoch))
     }
 
     /// Reports failures that no fault of this store may cause.
     pub(super) fn judge(&self, failure: &Failure) {
         self.note(|| format!("ends: {failure}"));
-        if !matches!(failure, Failure::Fenced | Failure::Store { .. }) {
+        if !matches!(failure, Failure::Fenced | Failure::Store { .. } | Failure::Stale { .. }) {
             self.oracle().violate(format!("actor {}: {failure}", self.client.actor));
+        }
+    }
+
+    /// Does not return if the process was killed.
+    async fn if_alive(&self) {
+        if self.client.life.is_over() {
+            std::future::pending::<()>().await;
         }
     }
 
@@ -114,12 +133,16 @@ impl Actor {
                 Ok(()) | Err(Failure::Store { .. }) => {}
                 Err(failure) => return failure,
             }
+            self.if_alive().await;
+            if volume.is_kept() {
+                self.oracle().kept(epoch);
+            }
             self.pause().await;
         }
     }
 
     async fn write(&self, volume: &Volume, epoch: u64) -> Result<(), Failure> {
-        let first = self.index(SECTORS);
+        let first = self.index(self.written);
         let most = PAGE_SECTORS - first % PAGE_SECTORS;
         let count = 1 + self.index(most);
         let stamp = self.oracle().begin(epoch, first, first + count, false);
@@ -191,12 +214,15 @@ impl Actor {
     async fn flush(&self, volume: &Volume, epoch: u64) -> Failure {
         loop {
             self.pause().await;
-            self.client.back_off(1).await;
+            for _ in 0..=self.idle {
+                self.client.back_off(1).await;
+            }
             // The last change may be in progress; a flush covers only completed ones.
             let count = self.oracle().changes(epoch).saturating_sub(1);
             if let Err(failure) = volume.flush().await {
                 return failure;
             }
+            self.if_alive().await;
             self.note(|| format!("has {count} changes acknowledged"));
             self.oracle().acknowledged(epoch, count);
         }

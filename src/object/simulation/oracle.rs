@@ -47,8 +47,27 @@ struct Writer {
     current: Content,
     /// The changes that were acknowledged as durable.
     acknowledged: usize,
+    /// The changes that the next process of the same mapping must find.
+    kept: usize,
     /// The changes that the next opener has found.
     cut: Option<usize>,
+    /// It has continued the changes of an earlier process.
+    is_merged: bool,
+}
+
+impl Writer {
+    /// Returns the greatest number of changes after which the volume has this content.
+    fn find(&self, content: &Content) -> Option<usize> {
+        let mut past = self.initial.clone();
+        let mut found = (past == *content).then_some(0);
+        for (number, change) in self.changes.iter().enumerate() {
+            change.apply(&mut past);
+            if past == *content {
+                found = Some(number + 1);
+            }
+        }
+        found
+    }
 }
 
 /// The writers that have opened the volume, by their epoch, and the first violation.
@@ -57,6 +76,8 @@ pub(super) struct Oracle {
     writers: BTreeMap<u64, Writer>,
     pub(super) violation: Option<String>,
     pub(super) flushes: u64,
+    /// How often a process has continued with the tail memory of one that had ended.
+    pub(super) continued: u64,
     /// The snapshots whose content was read, and the roll-backs.
     pub(super) snapshots_read: u64,
     pub(super) roll_backs: u64,
@@ -72,31 +93,39 @@ impl Oracle {
         self.violation.get_or_insert(text);
     }
 
-    /// The writer of `epoch` has opened the volume and has read `content`.
-    pub(super) fn opened(&mut self, epoch: u64, content: Content) {
+    /// The writer of `epoch` has opened the volume and has read `content`. `before` is the epoch of the last process
+    /// with the same tail memory.
+    pub(super) fn opened(&mut self, epoch: u64, content: Content, before: Option<u64>) {
         self.snapshots_read += content.snapshots.len() as u64;
         if self.writers.contains_key(&epoch) {
             return self.violate(format!("epoch {epoch} has two writers"));
         }
+        let newest = self.writers.range(..epoch).next_back().map(|(newest, _)| *newest);
         let later = self.writers.range(epoch..).next();
-        if later.is_some_and(|(_, later)| later.initial != content) {
+        let continues = before.filter(|before| newest == Some(*before));
+        if let (Some(before), None) = (continues, later) {
+            return self.continues(epoch, content, before);
+        }
+        let is_merged = later.is_some_and(|(_, later)| later.is_merged);
+        let differs = later.is_some_and(|(_, later)| match later.is_merged {
+            true => later.find(&content).is_none(),
+            false => later.initial != content,
+        });
+        if continues.is_none() && differs {
             let text = format!("epoch {epoch} and a later one have different histories");
             return self.violate(text);
         }
-        let cut = later.map(|_| 0);
-        if let Some((before, parent)) = self.writers.range_mut(..epoch).next_back() {
-            let mut past = parent.initial.clone();
-            let mut found = (past == content).then_some(0);
-            for (number, change) in parent.changes.iter().enumerate() {
-                change.apply(&mut past);
-                if past == content {
-                    found = Some(number + 1);
-                }
-            }
+        let (cut, has_later) = (later.map(|_| 0), later.is_some());
+        if is_merged {
+            // The later one has the changes of those before.
+        } else if let Some((before, parent)) = self.writers.range_mut(..epoch).next_back() {
+            let found = parent.find(&content);
             let (acknowledged, before) = (parent.acknowledged, *before);
             match found {
                 Some(found) => {
-                    parent.cut.get_or_insert(found);
+                    if continues.is_none() {
+                        parent.cut.get_or_insert(found);
+                    }
                     if found < acknowledged {
                         self.violate(format!(
                             "epoch {epoch} has {found} changes of epoch {before}, \
@@ -108,13 +137,38 @@ impl Oracle {
                     "the volume of epoch {epoch} is no prefix of the changes of epoch {before}"
                 )),
             }
-        } else if content.image != [0; SECTORS] || !content.snapshots.is_empty() {
+        } else if !has_later && (content.image != [0; SECTORS] || !content.snapshots.is_empty()) {
             self.violate(format!("the volume of epoch {epoch} is not empty"));
         }
         let current = content.clone();
+        let (changes, acknowledged, kept, is_merged) = (Vec::new(), 0, 0, false);
         let writer =
-            Writer { initial: content, changes: Vec::new(), current, acknowledged: 0, cut };
+            Writer { initial: content, changes, current, acknowledged, kept, cut, is_merged };
         self.writers.insert(epoch, writer);
+    }
+
+    /// The process of `epoch` continues the changes of the one of `before`, which has ended.
+    fn continues(&mut self, epoch: u64, content: Content, before: u64) {
+        let Some(mut writer) = self.writers.remove(&before) else { return };
+        let must = writer.kept.max(writer.acknowledged);
+        match writer.find(&content) {
+            Some(found) if found >= must => {
+                writer.changes.truncate(found);
+                (writer.current, writer.kept, writer.is_merged) = (content, found, true);
+            }
+            found => self.violate(format!(
+                "epoch {epoch} continues with {found:?} changes of epoch {before}, and {must} were acknowledged"
+            )),
+        }
+        self.continued += 1;
+        self.writers.insert(epoch, writer);
+    }
+
+    /// All changes that the writer has begun were acknowledged, and survive its process.
+    pub(super) fn kept(&mut self, epoch: u64) {
+        if let Some(writer) = self.writers.get_mut(&epoch) {
+            writer.kept = writer.changes.len();
+        }
     }
 
     /// The writer begins a write. Returns its stamp.

@@ -12,6 +12,7 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Waker};
 
+use super::ram::Life;
 use super::random::Random;
 use crate::store::{Pending, Store, StoreError};
 
@@ -190,6 +191,7 @@ pub(super) struct Client {
     pub(super) actor: usize,
     /// Begins the names of the volume's objects.
     pub(super) prefix: String,
+    pub(super) life: Life,
 }
 
 impl Client {
@@ -227,6 +229,9 @@ impl Future for InFlight {
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let client = self.client.clone();
+        if client.life.is_over() {
+            return Poll::Pending;
+        }
         let mut cloud = client.cloud();
         if let Some(request) = self.request.take() {
             let id = cloud.next;

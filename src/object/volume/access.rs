@@ -48,6 +48,18 @@ pub enum Failure {
     /// A clone needs the snapshot.
     #[error("the snapshot has clones")]
     HasClones,
+    /// Another client has opened the volume since this mapping has written to it.
+    #[error(
+        "another client has opened the volume, and {bytes} bytes of acknowledged writes, which no flush has covered, \
+         were not in the store: they are lost"
+    )]
+    Stale {
+        /// The data of the writes in bytes.
+        bytes: u64,
+    },
+    /// The tail memory cannot be used.
+    #[error("the tail memory cannot be used: {0}")]
+    TailMemory(String),
     /// The request is invalid.
     #[error("invalid request: {0}")]
     Invalid(&'static str),

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::access::{Access, Failure, Put, behind, prefix_of, slot};
+use super::keep::{Keep, Prepared};
 use crate::codec::{Claim, History, LogObject, MAX_CUTS, Record, Slot};
 use crate::name::{Name, Position};
 use crate::rules::{Rule, applies};
@@ -21,6 +22,15 @@ pub(super) struct Opened {
     pub(super) history: History,
     /// Log objects that were read, for the replay.
     pub(super) kept: Kept,
+    /// The tail memory, if the opener has one.
+    pub(super) tail_memory: Option<Prepared>,
+}
+
+/// What precedes an epoch.
+pub(super) struct Before {
+    history: History,
+    /// The newest epoch that was opened, with its cut.
+    newest: Option<Position>,
 }
 
 /// Log objects that were read.
@@ -71,8 +81,12 @@ impl End {
 }
 
 /// Ends all epochs before the claimed one, and commits the take-over.
-pub(super) async fn take_over(access: &Access, epoch: u64) -> Result<Opened, Failure> {
-    match commit(access, epoch).await {
+pub(super) async fn take_over(
+    access: &Access,
+    epoch: u64,
+    keep: Option<&Keep>,
+) -> Result<Opened, Failure> {
+    match commit(access, epoch, keep).await {
         Err(failure) if is_missing(&failure) && is_superseded(access, epoch).await? => {
             Err(Failure::Fenced)
         }
@@ -126,7 +140,7 @@ pub(super) async fn end_earlier(
     access: &Access,
     epoch: u64,
     kept: &mut Kept,
-) -> Result<History, Failure> {
+) -> Result<Before, Failure> {
     history_before(access, epoch, Gap::Seal, kept).await
 }
 
@@ -134,8 +148,8 @@ pub(super) async fn end_earlier(
 pub(super) async fn observe(access: &Access) -> Result<Opened, Failure> {
     let epoch = newest_epoch(access).await? + 1;
     let mut kept = Kept::default();
-    let history = history_before(access, epoch, Gap::Leave, &mut kept).await?;
-    Ok(Opened { epoch, history, kept })
+    let Before { history, .. } = history_before(access, epoch, Gap::Leave, &mut kept).await?;
+    Ok(Opened { epoch, history, kept, tail_memory: None })
 }
 
 async fn history_before(
@@ -143,22 +157,24 @@ async fn history_before(
     epoch: u64,
     gap: Gap,
     kept: &mut Kept,
-) -> Result<History, Failure> {
+) -> Result<Before, Failure> {
     for earlier in (1..epoch).rev() {
         let end = end_of(access, earlier, gap, kept).await?;
         if end.cut > 0 {
-            return Ok(history_of(earlier, end));
+            let newest = Some(Position { epoch: earlier, slot: end.cut });
+            return Ok(Before { history: history_of(earlier, end), newest });
         }
     }
-    Ok(History { base: None, cuts: Vec::new() })
+    Ok(Before { history: History { base: None, cuts: Vec::new() }, newest: None })
 }
 
-async fn commit(access: &Access, epoch: u64) -> Result<Opened, Failure> {
+async fn commit(access: &Access, epoch: u64, keep: Option<&Keep>) -> Result<Opened, Failure> {
     let mut kept = Kept::default();
-    let history = end_earlier(access, epoch, &mut kept).await?;
+    let Before { history, newest } = end_earlier(access, epoch, &mut kept).await?;
     if history.cuts.len() > MAX_CUTS {
         return Err(Failure::Unsupported("too many take-overs without a checkpoint"));
     }
+    let tail_memory = keep.map(|keep| keep.prepare(access, newest, epoch)).transpose()?;
     let records = vec![Record::Open(history.clone())];
     let identity = access.identity(epoch, 0);
     let object = LogObject { identity, nonce: access.nonce, confirmed: 0, records };
@@ -168,7 +184,7 @@ async fn commit(access: &Access, epoch: u64) -> Result<Opened, Failure> {
             Put::Foreign => return Err(Failure::Fenced),
         }
     }
-    Ok(Opened { epoch, history, kept })
+    Ok(Opened { epoch, history, kept, tail_memory })
 }
 
 /// The history of the volume up to the end of an epoch that was opened.

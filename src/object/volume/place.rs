@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::access::{Access, Ancestor, Failure, Put};
+use super::keep::Keep;
 use super::lineage::{self, NoParents, Parents};
 use super::opening::{self, Kept};
 use super::recovery::recover;
@@ -115,9 +116,23 @@ impl Place {
     /// # Errors
     /// Returns [`Failure::Fenced`] if another opener has claimed a later epoch, and another error if the volume is
     /// damaged, or if the store fails.
-    pub async fn open(&self, epoch: u64, mut config: Config) -> Result<Volume, Failure> {
+    pub async fn open(&self, epoch: u64, config: Config) -> Result<Volume, Failure> {
+        self.open_with(epoch, config, None).await
+    }
+
+    /// As [`Place::open`]. With a tail memory, the volume continues with the records that an earlier process has left
+    /// in it, and keeps all records there until they are in the store.
+    ///
+    /// # Errors
+    /// As [`Place::open`]; also [`Failure::Stale`] if another client has opened the volume since that process.
+    pub async fn open_with(
+        &self,
+        epoch: u64,
+        mut config: Config,
+        keep: Option<&Keep>,
+    ) -> Result<Volume, Failure> {
         config.clamp();
-        let opened = opening::take_over(&self.access, epoch).await?;
+        let opened = opening::take_over(&self.access, epoch, keep).await?;
         match recover(self.access.clone(), config, &self.description, opened).await {
             Err(failure)
                 if opening::is_missing(&failure)

@@ -17,9 +17,11 @@ pub(super) async fn recover(
     access: Access,
     config: Config,
     description: &Description,
-    opened: Opened,
+    mut opened: Opened,
 ) -> Result<Shared, Failure> {
+    let tail_memory = opened.tail_memory.take();
     let shared = replay_all(access, config, description, opened, None).await?;
+    tail_memory.map_or(Ok(()), |prepared| shared.continue_with(prepared))?;
     {
         // The first checkpoint permits to delete what earlier writers have left.
         let mut state = shared.lock();
@@ -40,7 +42,7 @@ pub(super) async fn recover_snapshot(
     (epoch, snapshot): (u64, &Snapshot),
 ) -> Result<Shared, Failure> {
     let history = snapshot.history.clone();
-    let opened = Opened { epoch, history, kept: Kept::default() };
+    let opened = Opened { epoch, history, kept: Kept::default(), tail_memory: None };
     replay_all(access, config, description, opened, Some(snapshot.at)).await
 }
 

@@ -1,12 +1,13 @@
 //! Reads, writes and flushes.
 
 use super::access::Failure;
-use super::shared::Shared;
+use super::shared::{Shared, State};
 use super::tail::Sending;
 use super::tasks::{Part, all};
 use crate::codec::{Entry, Extent, MAX_EXTENT_BYTES};
 use crate::name::Name;
 use crate::rules::{Rule, applies};
+use crate::tail_memory::Change;
 
 /// Requests are multiples of this, in bytes.
 pub(super) const SECTOR_BYTES: u64 = 512;
@@ -31,19 +32,31 @@ impl Shared {
     /// Waits until the tail has room for `bytes` of data. An empty tail has room for any request.
     pub(super) async fn admit(&self, bytes: usize) -> Result<(), Failure> {
         self.wait(|state| {
+            let has_room = self.has_room_in(state, bytes);
             let tail = &mut state.tail;
-            let has_room = tail.bytes() == 0 || tail.bytes() + bytes <= self.config.tail_bytes;
             let is_full = tail.open_bytes() + bytes > self.config.object_bytes || !has_room;
             let is_long = tail.open_records() >= self.config.object_records;
             if tail.open_records() > 0 && (is_full || is_long) {
                 tail.close();
                 state.changed();
             }
-            let tail = &state.tail;
-            let is_short = tail.slots.len() < self.config.tail_slots;
-            (has_room && is_short).then_some(())
+            (has_room && state.tail.slots.len() < self.config.tail_slots).then_some(())
         })
         .await
+    }
+
+    /// Whether a write of this many bytes need not wait.
+    pub(super) fn has_room(&self, bytes: usize) -> bool {
+        let state = self.lock();
+        // Each extent has a block of its own in the tail memory.
+        let most = bytes.saturating_add(bytes / 8);
+        state.tail.slots.len() < self.config.tail_slots && self.has_room_in(&state, most)
+    }
+
+    fn has_room_in(&self, state: &State, bytes: usize) -> bool {
+        let used = state.tail.bytes();
+        let fits = used == 0 || used.saturating_add(bytes) <= self.config.tail_bytes;
+        fits && state.can_keep(bytes)
     }
 
     pub(super) async fn write(&self, offset: u64, data: &[u8]) -> Result<(), Failure> {
@@ -54,8 +67,10 @@ impl Shared {
             let length = in_page.min(MAX_EXTENT_BYTES.into()).min(data.len() as u64);
             let (extent, rest) = data.split_at(usize::try_from(length).unwrap_or(data.len()));
             self.admit(extent.len()).await?;
+            let record = Extent::of(offset, extent);
             let mut state = self.lock();
-            state.tail.write(offset, extent);
+            state.keep(self.epoch, Change::Write, (offset, length), extent, record.checksum);
+            state.tail.write(&record, extent);
             if state.tail.open_bytes() >= self.config.object_bytes {
                 state.changed();
             }
@@ -73,7 +88,10 @@ impl Shared {
         self.check_range(offset, length)?;
         if length > 0 {
             self.admit(0).await?;
-            self.lock().tail.zero(offset, length, is_trim);
+            let change = if is_trim { Change::Trim } else { Change::WriteZeroes };
+            let mut state = self.lock();
+            state.keep(self.epoch, change, (offset, length), &[], 0);
+            state.tail.zero(offset, length, is_trim);
         }
         Ok(())
     }
@@ -90,6 +108,7 @@ impl Shared {
             }
             // Requests use the new range from here on; their records follow this one.
             self.extend(&mut state, size)?;
+            state.keep(self.epoch, Change::Resize, (0, size), &[], 0);
             state.tail.resize(size);
         }
         self.flush().await

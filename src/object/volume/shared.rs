@@ -14,6 +14,7 @@ use super::tail::Tail;
 use super::usage;
 use crate::codec::{Description, Index, Leaf, MAX_MAP_PAGES};
 use crate::name::{Name, Position};
+use crate::tail_memory::TailMemory;
 
 /// An open volume.
 pub(super) struct Shared {
@@ -30,6 +31,7 @@ pub(super) struct Shared {
 /// The state that changes. The lock is never held while a part waits.
 pub(super) struct State {
     pub(super) tail: Tail,
+    pub(super) tail_memory: Option<TailMemory>,
     pub(super) map: table::Table,
     pub(super) usage: usage::Table,
     pub(super) garbage: Garbage,
@@ -157,6 +159,7 @@ impl Shared {
     ) -> Self {
         let state = State {
             tail: Tail::new(1),
+            tail_memory: None,
             map,
             usage,
             garbage: Garbage::default(),

@@ -62,6 +62,7 @@ impl Shared {
         };
         tail.append_snapshot(Record::Snapshot(snapshot.clone()));
         snapshots.add(snapshot);
+        state.interrupt_kept();
         state.limit_collection();
         Some(Ok(id))
     }
@@ -80,6 +81,7 @@ impl Shared {
             }
             let slot = state.tail.append_snapshot(Record::DeleteSnapshot(id));
             state.snapshots.delete(id, self.position(slot));
+            state.interrupt_kept();
             // Its space is freed after the checkpoint that covers the record.
             state.checkpoints.wanted = true;
             state.changed();
@@ -101,6 +103,7 @@ impl Shared {
             }
             let slot = state.tail.append_snapshot(Record::RollBack(id));
             state.snapshots.roll_back(self.position(slot));
+            state.interrupt_kept();
             slot
         };
         self.flush().await?;

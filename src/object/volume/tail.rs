@@ -87,11 +87,11 @@ impl Tail {
     }
 
     /// Appends a write of at most `MAX_EXTENT_BYTES`.
-    pub(super) fn write(&mut self, offset: u64, data: &[u8]) {
+    pub(super) fn write(&mut self, extent: &Extent, data: &[u8]) {
         debug_assert!(data.len() <= MAX_EXTENT_BYTES as usize);
         let at = self.data.len();
-        self.cover(offset..offset + data.len() as u64, Some(at));
-        self.append(Record::Write(Extent::of(offset, data)), data);
+        self.cover(extent.offset..extent.offset + data.len() as u64, Some(at));
+        self.append(Record::Write(*extent), data);
     }
 
     /// Appends a record that makes a range read as zeroes.

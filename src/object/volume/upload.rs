@@ -27,6 +27,7 @@ impl Shared {
             sent.sending = Sending::Durable;
         }
         state.tail.confirm();
+        state.release_kept()?;
         state.changed();
         Ok(())
     }
