@@ -2,7 +2,7 @@
 //!
 //! A container that runs on would see the directory of its own root file system at the path of an unmounted volume: what
 //! it writes there by path would succeed, and be lost with the container. So an empty directory that nobody can write to
-//! is mounted there instead.
+//! is mounted there instead, before the unmount where the kernel can do that (Linux 6.5).
 
 use std::fs::File;
 use std::io;
@@ -12,6 +12,11 @@ use std::time::Instant;
 use nix::fcntl::AtFlags;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::stat::{FileStat, fstatat};
+use rustix::fs::CWD;
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, fsconfig_create, fsconfig_set_flag,
+    fsconfig_set_string, fsmount, fsopen, move_mount,
+};
 
 use super::UnmountScope;
 use super::bounded_call::BoundedCalls;
@@ -24,6 +29,12 @@ use cleat_core::error::Result;
 /// The maximum number of passes over one namespace. Each pass unmounts at least one mount of a stack of
 /// mounts.
 const ROUNDS_MAX: u32 = 256;
+
+/// The source of the empty directories, which /proc/PID/mounts shows.
+const SOURCE: &str = "cleat-unmapped";
+
+/// The options of their filesystem: it has room for nothing.
+const OPTIONS: [(&str, &str); 3] = [("size", "4k"), ("nr_inodes", "1"), ("mode", "0555")];
 
 /// Unmounts `disk` and its partitions lazily in the namespaces of `which`.
 ///
@@ -56,10 +67,11 @@ fn unmount_here(proc: &File, disk: &Disk) -> io::Result<()> {
         let mut progress = false;
         let mut refused = None;
         for mount in uncovered(&text).filter(|mount| mount.is_on(disk)) {
+            let is_covered = is_container && cover_beneath(&mount.path);
             match umount2(&mount.path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
                 Ok(()) => {
                     progress = true;
-                    if is_container {
+                    if is_container && !is_covered {
                         cover(&mount.path);
                     }
                 }
@@ -89,12 +101,40 @@ fn is_container(proc: &File) -> bool {
         && own != of_host
 }
 
-/// Mounts an empty directory without the right to write. It ends with the namespace.
+/// Mounts an empty directory without the right to write beneath the mount at `path`, so that an unmount shows it and never
+/// the directory of the container. It ends with the namespace. Returns whether this has succeeded: Linux before 6.5 does
+/// not support it (`MOVE_MOUNT_BENEATH`).
+fn cover_beneath(path: &Path) -> bool {
+    let cover = || {
+        let context = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
+        fsconfig_set_string(&context, "source", SOURCE)?;
+        fsconfig_set_flag(&context, "ro")?;
+        for (option, value) in OPTIONS {
+            fsconfig_set_string(&context, option, value)?;
+        }
+        fsconfig_create(&context)?;
+        let attributes = MountAttrFlags::MOUNT_ATTR_RDONLY
+            | MountAttrFlags::MOUNT_ATTR_NOSUID
+            | MountAttrFlags::MOUNT_ATTR_NODEV
+            | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+        let made = fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?;
+        let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_BENEATH;
+        move_mount(&made, "", CWD, path, flags)
+    };
+    let result: rustix::io::Result<()> = cover();
+    if let Err(error) = &result {
+        tracing::debug!(path = %path.display(), %error, "cannot mount beneath a mount");
+    }
+    result.is_ok()
+}
+
+/// Mounts an empty directory without the right to write. It ends with the namespace. Between the unmount and this mount, a
+/// process can write to the directory of the container.
 fn cover(path: &Path) {
     let flags = MsFlags::MS_RDONLY | MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
-    let options = Some("size=4k,nr_inodes=1,mode=0555");
+    let options = OPTIONS.map(|(option, value)| format!("{option}={value}")).join(",");
     // A mount of one file has no directory: the file that is there instead is that of the container.
-    if let Err(error) = mount(Some("cleat-unmapped"), path, Some("tmpfs"), flags, options) {
+    if let Err(error) = mount(Some(SOURCE), path, Some("tmpfs"), flags, Some(&*options)) {
         tracing::warn!(path = %path.display(), %error, "cannot cover an unmounted directory");
     }
 }

@@ -10,7 +10,8 @@ use libtest_mimic::Trial;
 use serde_json::Value;
 
 use crate::fixture::{
-    Image, Node, TIMEOUT, cleat, cleat_ok, promised, repeat, shell, signal, status,
+    Image, Node, TIMEOUT, cleat, cleat_ok, kernel_is_at_least, promised, repeat, shell, signal,
+    status,
 };
 use crate::trial;
 use test_kit::stopwatch::Stopwatch;
@@ -187,7 +188,7 @@ fn loop_device(device: &str) {
 }
 
 /// Three other mount namespaces: one has a copy of our mount, one has its own mount of the device below a tmpfs, and one
-/// is a container with a root of its own. All mounts of the device have dirty pages.
+/// is a container with a root of its own, which opens its file again and again. All mounts of the device have dirty pages.
 pub(crate) fn namespaces(device: &str) {
     mount(device, "ext4");
     let mut copy = spawn("exec unshare --mount --propagation private sleep 1000");
@@ -200,7 +201,7 @@ pub(crate) fn namespaces(device: &str) {
         "exec unshare --mount --propagation private sh -c '
            mount -t tmpfs none /media; cd /media; mkdir usr proc old data; ln -s usr/bin usr/lib usr/lib64 .
            mount --bind /usr usr; mount --bind /proc proc; mount --bind /mnt/forced data; pivot_root . old; umount --lazy /old
-           echo x > /data/dirty; exec sleep 1000'",
+           echo x > /data/dirty; exec 2>&-; while :; do true >> /data/dirty; done'",
     );
     let mounted = |pid: u32, path: &str| {
         shell(&format!("cat /proc/{pid}/mountinfo || true")).contains(&format!(" {path} "))
@@ -230,6 +231,12 @@ pub(crate) fn namespaces(device: &str) {
         "test -z \"$(nsenter --mount --target {} ls /data)\"; fails {write}",
         container.id()
     ));
+    // Nor may it have succeeded in the moment of the unmount.
+    if kernel_is_at_least(6, 5) {
+        let pid = container.id();
+        shell(&format!("kill -STOP {pid}; nsenter --mount --target {pid} umount /data"));
+        shell(&format!("test -z \"$(nsenter --mount --target {pid} ls /data)\""));
+    }
     for child in [&mut copy, &mut own, &mut container] {
         child.kill().expect("killing the process");
         child.wait().expect("waiting for the process");
