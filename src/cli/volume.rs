@@ -1,6 +1,7 @@
 //! `cleat volume`: manages volumes in their storage, without the daemon and without a device.
 
 mod change;
+mod check;
 mod show;
 mod snapshot;
 mod trash;
@@ -63,6 +64,8 @@ enum Command {
     Flatten(change::Flatten),
     Snapshot(snapshot::Snapshot),
     Trash(trash::Trash),
+    Fsck(check::Fsck),
+    Scrub(check::Scrub),
 }
 
 /// The result of a change in JSON.
@@ -87,6 +90,8 @@ pub(super) fn run(globals: &Globals, args: VolumeCommand) -> Result<u8> {
         Command::Flatten(args) => change::flatten(globals, &args),
         Command::Snapshot(args) => snapshot::run(globals, args),
         Command::Trash(args) => return trash::run(globals, args),
+        Command::Fsck(args) => return check::fsck(globals, &args),
+        Command::Scrub(args) => return check::scrub(globals, &args),
     }
     .map(|()| super::exit::OK)
 }

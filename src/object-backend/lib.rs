@@ -16,6 +16,7 @@
 //! a volume that is open read-only.
 
 mod ask;
+mod check;
 mod claim;
 mod clones;
 mod connection;

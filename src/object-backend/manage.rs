@@ -6,8 +6,8 @@ use std::sync::Arc;
 use cleat_backend::CredentialSet;
 use cleat_backend::claimant::Claimant;
 use cleat_backend::store::{
-    CloneStore, Entry, Failure, Info, Layout, Listing, Page, Progress, Removal, Removed,
-    SnapshotStore, Store, Watcher,
+    CheckStore, CloneStore, Entry, Failure, Info, Layout, Listing, Page, Progress, Removal,
+    Removed, SnapshotStore, Store, Watcher,
 };
 use cleat_backend::uri::{Size, VolumeUri, invalid};
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -257,6 +257,10 @@ impl Store for ObjectStore {
     }
 
     fn clones(&self) -> Option<&dyn CloneStore> {
+        Some(self)
+    }
+
+    fn checks(&self) -> Option<&dyn CheckStore> {
         Some(self)
     }
 

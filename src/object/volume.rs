@@ -9,6 +9,7 @@
 
 mod access;
 mod apply;
+mod check;
 mod checkpoint;
 mod cloning;
 mod collect;
@@ -28,13 +29,12 @@ mod tail;
 mod tasks;
 mod upload;
 mod usage;
-#[cfg(test)]
-mod verify;
 
 use std::ops::Range;
 use std::sync::Arc;
 
 pub use access::Failure;
+pub use check::{Check, Defect, Depth, WrongUsage};
 pub use cloning::NewClone;
 pub use keep::Keep;
 pub use lineage::Parents;
@@ -377,7 +377,16 @@ impl Volume {
     /// Compares the live bytes of every log object with the map.
     #[cfg(test)]
     pub(crate) async fn check_accounting(&self) -> Result<(), Failure> {
-        self.0.check_accounting().await
+        let mut check = Check::new(Depth::Objects);
+        for number in 0..self.map_pages() {
+            if !check.page(self, number).await?.is_empty() {
+                return Err(Failure::Invalid("a page has defects"));
+            }
+        }
+        match check.wrong_usage(self).as_slice() {
+            [] => Ok(()),
+            _ => Err(Failure::Invalid("the accounting differs from the map")),
+        }
     }
 
     /// Does the work in the background until the volume fails. It must be polled for flushes to end. Puts are

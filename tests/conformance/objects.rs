@@ -6,7 +6,7 @@ use cleat::backends::REGISTRY;
 use cleat_backend::OpenOptions;
 use cleat_backend::claimant::{Claimant, ProcessMark};
 use cleat_backend::fence::Standing;
-use cleat_backend::store::{Layout, Page, Source};
+use cleat_backend::store::{Checked, Layout, Page, Source};
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::request::{IoError, Op};
 use test_kit::ceph::{BUCKET, shared};
@@ -91,6 +91,7 @@ on_both! {
     volumes_are_managed_in_their_store
     snapshots_and_clones_keep_what_they_had
     a_clone_is_complete_before_it_is_served
+    a_check_finds_what_is_lost_or_damaged
 }
 
 fn a_second_writer_is_refused_and_a_reader_is_not(store: &Store) {
@@ -336,6 +337,62 @@ fn a_clone_is_complete_before_it_is_served(store: &Store) {
         assert!(connected.remove("clone", NOW, &mut go_on()).unwrap().changed);
         assert!(snapshots.remove("v", "s").unwrap());
     }
+}
+
+fn a_check_finds_what_is_lost_or_damaged(store: &Store) {
+    let uri = make_objects(&store.uri, 8 * MIB);
+    let connected = REGISTRY.store(&store.uri).unwrap().connect().unwrap();
+    let checks = connected.checks().unwrap();
+    let check = |snapshot, data| checks.check("v", snapshot, data, &mut go_on()).unwrap();
+    let volume = open(&uri, as_client(claimant("one", "a")));
+    volume.client().one(write(0, &pattern(1, 65536)));
+    volume.client().one(job(Op::Flush, 0, 0));
+    connected.snapshots().unwrap().create("v", "s", &mut go_on()).unwrap();
+    volume.client().one(write(4096, &pattern(2, 4096)));
+    volume.client().one(job(Op::Flush, 0, 0));
+    for data in [false, true] {
+        let found = check(None, data);
+        assert_eq!((found.defects.len(), found.snapshots), (0, 1), "{found:?}");
+        assert!(found.objects >= 3, "{found:?}");
+    }
+    let stopped = &mut |_, _| std::ops::ControlFlow::Break(());
+    let error = checks.check("v", None, false, stopped).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Aborted, "{}", error.report());
+    let error = checks.check("v", Some("other"), false, &mut go_on()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotFound, "{}", error.report());
+    drop(volume);
+    let Some(directory) = store.uri.strip_prefix("dir:") else { return };
+    // The object with the first write is the largest one.
+    let log = std::path::Path::new(directory).join("v/objects/log");
+    let epochs = std::fs::read_dir(log).unwrap().flat_map(|epoch| {
+        std::fs::read_dir(epoch.unwrap().path()).unwrap().map(|entry| entry.unwrap().path())
+    });
+    let object = epochs.max_by_key(|path| path.metadata().unwrap().len()).unwrap();
+    let whole = std::fs::read(&object).unwrap();
+    let ranges = |found: &Checked| -> Vec<(bool, u64, u64)> {
+        let ranges = found.defects.iter().map(|defect| {
+            let range = defect.range.unwrap();
+            assert!(defect.problem.contains("log/"), "{defect:?}");
+            (defect.snapshot.is_some(), range.offset, range.length)
+        });
+        ranges.collect()
+    };
+    let lost = [(true, 0, 65536), (false, 0, 4096), (false, 8192, 65536 - 8192)];
+
+    let mut flipped = whole.clone();
+    *flipped.last_mut().unwrap() ^= 1;
+    std::fs::write(&object, &flipped).unwrap();
+    assert!(check(None, false).defects.is_empty());
+    assert_eq!(ranges(&check(None, true)), lost);
+    std::fs::write(&object, &whole[..whole.len() - 1]).unwrap();
+    assert_eq!(ranges(&check(None, false)), lost);
+    assert_eq!(ranges(&check(Some("s"), false)), lost[..1]);
+    std::fs::remove_file(&object).unwrap();
+    // No checkpoint covers it, so the history of the volume has a gap.
+    let error = checks.check("v", None, false, &mut go_on()).unwrap_err();
+    assert!(error.report().contains("log/"), "{}", error.report());
+    std::fs::write(&object, &whole).unwrap();
+    assert!(check(None, true).defects.is_empty());
 }
 
 const NOW: cleat_backend::store::Removal = cleat_backend::store::Removal::Now;

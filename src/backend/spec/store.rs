@@ -101,6 +101,11 @@ pub trait Store: Send + Sync {
         None
     }
 
+    /// Returns the capability to check whether the content of a volume is intact.
+    fn checks(&self) -> Option<&dyn CheckStore> {
+        None
+    }
+
     /// Returns the capability to fence clients by their addresses.
     fn network_fence(&self) -> Option<&dyn NetworkFenceStore> {
         None
@@ -205,6 +210,23 @@ pub trait TrashStore {
     /// Returns `NotFound` for an id that does not exist, `Aborted` if `progress` stopped the operation, and
     /// the backend's error otherwise.
     fn purge(&self, ids: &[String], force: bool, progress: Progress<'_>) -> Result<Purged>;
+}
+
+/// Checks whether the content of volumes is intact.
+pub trait CheckStore {
+    /// Checks the volume `name` and its snapshots, or only `snapshot`. Changes nothing. Clients that have the volume
+    /// open continue. With `data`, everything is read and compared with its checksums.
+    ///
+    /// # Errors
+    /// Returns `NotFound` if there is no such volume or snapshot, `Aborted` if `progress` stopped the operation, and
+    /// the backend's error otherwise. What cannot be read because it is lost or damaged is no error.
+    fn check(
+        &self,
+        name: &str,
+        snapshot: Option<&str>,
+        data: bool,
+        progress: Progress<'_>,
+    ) -> Result<Checked>;
 }
 
 /// Gives blocks of zeroes back to the storage.
@@ -429,6 +451,43 @@ pub struct Info {
     /// The labels of the volume.
     #[serde(skip_serializing_if = "Labels::is_empty")]
     pub labels: Labels,
+}
+
+/// The result of a check.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Checked {
+    /// The number of snapshots that were checked.
+    pub snapshots: usize,
+    /// The number of objects with data that were read.
+    pub objects: usize,
+    /// What was found, in the order of the snapshots and ranges. A check ends when it has found
+    /// [`Checked::MAX_DEFECTS`].
+    pub defects: Vec<Defect>,
+}
+
+impl Checked {
+    /// The maximum number of defects that a check returns.
+    pub const MAX_DEFECTS: usize = 1000;
+}
+
+/// Something that is lost or damaged.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Defect {
+    /// The snapshot; null for the volume itself.
+    pub snapshot: Option<String>,
+    /// The range that cannot be read; null if all data can be read.
+    pub range: Option<DamagedRange>,
+    /// What was found, with the name of the object.
+    pub problem: String,
+}
+
+/// A range of a volume, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct DamagedRange {
+    /// The first byte.
+    pub offset: u64,
+    /// The number of bytes.
+    pub length: u64,
 }
 
 /// The snapshot from which a volume was cloned.

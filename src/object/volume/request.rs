@@ -13,7 +13,7 @@ use crate::tail_memory::Change;
 pub(super) const SECTOR_BYTES: u64 = 512;
 
 /// The reads of objects that one request has in flight.
-const READS_IN_FLIGHT: usize = 16;
+pub(super) const READS_IN_FLIGHT: usize = 16;
 
 /// How often a read looks the range up again because its object was deleted.
 const MAX_LOOKUPS: u32 = 16;
@@ -211,7 +211,7 @@ impl Shared {
     }
 
     /// Reads and verifies the extent of an entry.
-    async fn read_extent(&self, entry: &Entry) -> Result<Vec<u8>, Failure> {
+    pub(super) async fn read_extent(&self, entry: &Entry) -> Result<Vec<u8>, Failure> {
         let name = Name::Slot(entry.object);
         let begin = u64::from(entry.extent_at);
         let range = begin..begin + u64::from(entry.extent_length);

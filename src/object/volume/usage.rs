@@ -182,7 +182,6 @@ impl Table {
     }
 
     /// All objects.
-    #[cfg(test)]
     pub(super) fn objects(&self) -> impl Iterator<Item = (Position, Object)> {
         self.objects.iter().map(|(at, object)| (*at, *object))
     }
