@@ -135,9 +135,11 @@ fn missing_permission_on_the_socket_is_reported() {
     let mut command = if nix::unistd::geteuid().is_root() {
         fs::set_permissions(&daemon.socket, fs::Permissions::from_mode(0o600)).expect("chmod");
         // Run as another user than the socket's owner. Copy the binary, because that user may not have
-        // access to the build directory.
+        // access to the build directory. Another process copies it: children that other tests start at this moment
+        // would inherit a descriptor that is open for writing, and the copy could not be executed (ETXTBSY).
         let copy = directory.join("cleat");
-        fs::copy(env!("CARGO_BIN_EXE_cleat"), &copy).expect("a copy of the binary");
+        let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_cleat")).arg(&copy).status();
+        assert!(copied.expect("cp runs").success());
         let mut command = Command::new(copy);
         command.uid(65534).gid(65534);
         command
