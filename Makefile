@@ -23,7 +23,7 @@ CARGO_TEST = $(CARGO) test --locked --workspace --features cleat/fault
 SUITES = system conformance simulation lint kube ffi export crates
 # How many of them run at a time. Most tests wait more than they compute.
 JOBS ?= 3
-# The suites `system` and `device` run one test with `make system TEST=NAME`.
+# The suites `system`, `device` and `fail-over` run one test with `make system TEST=NAME`.
 TEST ?=
 EXACT = $(if $(TEST),--exact $(TEST))
 SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.sh \
@@ -32,7 +32,7 @@ SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.
 .DEFAULT_GOAL := build
 .PHONY: help build release demo test unit tests vm-image comparison soak \
 	soak-device soak-simulation soak-models soak-fights soak-controller soak-nodes soak-fuzz bench install \
-	uninstall clean control-plane nodes demo-cluster image deps-build deps-test device $(SUITES)
+	uninstall clean control-plane nodes fail-over demo-cluster image deps-build deps-test device $(SUITES)
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,8 +50,8 @@ demo: release ## Map a volume, put a file system and files on it, check them; in
 	scripts/demo.sh $(RELEASE)
 
 test: deps-test ## Everything, in about half an hour: lint, tests, virtual machines
-	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) --again system,device --background lint \
-		vm-image tests control-plane / $(filter-out lint,$(SUITES)) / device lint
+	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) --again system,device,fail-over \
+		--background lint vm-image tests control-plane / $(filter-out lint,$(SUITES)) / fail-over lint / device
 
 unit: deps-test ## What needs no virtual machine
 	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) --again system \
@@ -69,8 +69,10 @@ tests: deps-test ## Build all tests
 vm-image: deps-test ## Build the image of the virtual machines
 	tests/vm/build-image.sh
 
-control-plane: deps-test ## Build Kubernetes' control plane, the sidecars of CSI and helm for the tests
+control-plane: deps-test ## Build Kubernetes, the sidecars of CSI and helm for the tests
 	scripts/control-plane.sh
+	scripts/control-plane.sh node
+	scripts/control-plane.sh containerd
 	scripts/deploy-tools.sh
 	scripts/go-tool.sh tests/kube/promql
 
@@ -102,6 +104,11 @@ device: deps-test ## /dev/nbdX in three virtual machines at a time, which use al
 # The tests take turns, because they share a node.
 nodes: deps-test ## Pods with volumes on nodes with kubelet and containerd, in virtual machines that fail
 	$(CARGO_TEST) --test nodes -- --test-threads 1
+
+# Two tests of `nodes`, on one cluster. How long their parts take is in the output.
+fail-over: deps-test ## A node with a volume is frozen or loses its network, and the volume moves: two rounds each
+	$(CARGO_TEST) --test nodes -- --test-threads 1 --nocapture \
+		$(or $(EXACT),fail_over::a_frozen_node fail_over::a_node_without_network)
 
 demo-cluster: deps-test ## A cluster of two nodes with a Ceph cluster: a node fails, and its volume moves
 	CLEAT_TEST_SHOW=1 CLEAT_TEST_FAIL_OVERS=1 $(CARGO_TEST) --test nodes -- --nocapture \

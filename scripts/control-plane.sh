@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Builds programs of Kubernetes for the tests once, and prints the directory that has the executables. Their modules are
-# pinned in tests/kube/control-plane; scripts/go-tool.sh describes the cache.
+# pinned in tests/kube/control-plane and tests/nodes/containerd; scripts/go-tool.sh describes the cache.
 #
-#   scripts/control-plane.sh        etcd, the control plane, and the sidecars of CSI
-#   scripts/control-plane.sh node   kubelet and kubectl
+#   scripts/control-plane.sh              etcd, the control plane, and the sidecars of CSI
+#   scripts/control-plane.sh node         kubelet and kubectl
+#   scripts/control-plane.sh containerd   containerd, its shim, and ctr
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -23,6 +24,10 @@ case ${1:-} in
         "$csi"/external-snapshotter/v8/cmd/csi-snapshotter
         "$csi"/external-snapshotter/v8/cmd/snapshot-controller
     ) ;;
+    containerd)
+        exec scripts/go-tool.sh tests/nodes/containerd \
+            github.com/containerd/containerd/v2/cmd/{containerd,containerd-shim-runc-v2,ctr}
+        ;;
     node) programs=("$kubernetes"/kubelet "$kubernetes"/kubectl) ;;
     *) sed -n '2,/^$/ s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac

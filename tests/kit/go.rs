@@ -26,13 +26,23 @@ pub fn control_plane() -> PathBuf {
 }
 
 /// Builds kubelet and kubectl as [`build`] does, and returns the directory that has the executables. The make target
-/// `nodes` builds the same ones.
+/// `control-plane` builds the same ones.
 ///
 /// # Panics
 ///
 /// As [`build`].
 pub fn node_programs() -> PathBuf {
     run(Command::new("scripts/control-plane.sh").arg("node"))
+}
+
+/// Builds containerd, its shim for runc, and ctr as [`build`] does, and returns the directory that has the executables. The
+/// make target `control-plane` builds the same ones.
+///
+/// # Panics
+///
+/// As [`build`].
+pub fn containerd() -> PathBuf {
+    run(Command::new("scripts/control-plane.sh").arg("containerd"))
 }
 
 /// Builds helm and kustomize as [`build`] does, and returns the directory that has the executables. The make target

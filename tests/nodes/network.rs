@@ -18,7 +18,7 @@ impl Network {
     pub(crate) fn new() -> Self {
         let make = || {
             unshare(CloneFlags::CLONE_NEWNET)
-                .expect("make nodes needs root: it makes a network namespace");
+                .expect("the tests of nodes need root: they make a network namespace");
             ip("link set lo up");
             ip("link add nodes type bridge");
             ip(&format!("address add {HOST_OF_MACHINES}/24 dev nodes"));

@@ -37,12 +37,10 @@ pub(crate) fn fill(payload: &Path, images: &[(String, String)]) {
     for directory in ["bin", "images"] {
         std::fs::create_dir_all(payload.join(directory)).unwrap();
     }
-    let names = ["containerd", "containerd-shim-runc-v2", "ctr"];
-    let packages = names.map(|name| format!("github.com/containerd/containerd/v2/cmd/{name}"));
-    let packages = packages.each_ref().map(|package| &**package);
-    let containerd = test_kit::go::build("tests/nodes/containerd", &packages);
-    let programs = names.iter().map(|name| containerd.join(name));
-    for program in programs.chain([kubernetes().join("kubelet")]) {
+    let containerd = test_kit::go::containerd();
+    let programs =
+        ["containerd", "containerd-shim-runc-v2", "ctr"].map(|name| containerd.join(name));
+    for program in programs.into_iter().chain([kubernetes().join("kubelet")]) {
         copy(&program, &payload.join("bin"));
     }
     for entry in std::fs::read_dir(project("tests/nodes/guest")).unwrap() {
