@@ -111,7 +111,7 @@ fail-over: deps-test ## A node with a volume is frozen or loses its network, and
 		$(or $(EXACT),fail_over::a_frozen_node fail_over::a_node_without_network)
 
 demo-cluster: deps-test ## A cluster of two nodes with a Ceph cluster: a node fails, and its volume moves
-	CLEAT_TEST_SHOW=1 CLEAT_TEST_FAIL_OVERS=1 $(CARGO_TEST) --test nodes -- --nocapture \
+	CLEAT_TEST_SHOW=1 CLEAT_TEST_FAIL_OVERS=1 $(CARGO_TEST) --test nodes -- --test-threads 1 --nocapture \
 		fail_over::a_frozen_node
 
 comparison: deps-test ## nbd-client with nbdkit in the same situations, in a virtual machine

@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use test_kit::ceph;
 use test_kit::control_plane::{ControlPlane, NAMESPACE, Purpose};
 
+use crate::demo::{say, show_command};
 use crate::installation::{
     sidecars, snapshot_definitions, start_ceph, with_images_and_remediation,
 };
@@ -113,9 +114,11 @@ impl Cluster {
     fn start(kind: Kind) -> Self {
         let began = Instant::now();
         let payload = test_kit::temp::on_disk().join("payload");
+        say("the image of cleat and the programs of the nodes are made, if they are not there yet");
         // Builds need the internet, which the network of the cluster does not reach.
         fill(&payload, &sidecars());
         let definitions = snapshot_definitions();
+        say("the control plane of Kubernetes, the storage and the virtual machines are started");
         let network = Network::new();
         let (machines, plane, ceph) = network.enter(|| start_parts(kind, &payload));
         let cluster = Self { kind, machines, plane, ceph, network };
@@ -125,6 +128,7 @@ impl Cluster {
         figure("kubelet is started");
         cluster.network.enter(|| {
             let logs = Logs(&cluster);
+            say("cleat is installed, and starts as soon as the nodes are ready");
             cluster.install(&definitions);
             for machine in &cluster.machines {
                 cluster.until("node", machine.name, "is Ready", |node| is_true(node, "Ready"));
@@ -142,13 +146,13 @@ impl Cluster {
     /// Installs cleat.
     fn install(&self, snapshot_definitions: &Path) {
         let Some(ceph) = &self.ceph else {
-            self.kubectl(&["apply", "-k", "deploy/base"]);
+            self.change(&["apply", "-k", "deploy/base"]);
             return;
         };
         let definitions = snapshot_definitions.to_str().unwrap();
-        self.kubectl(&["apply", "--server-side", "-k", definitions]);
+        self.change(&["apply", "--server-side", "-k", definitions]);
         let own = with_images_and_remediation(self.plane.directory(), ceph);
-        self.kubectl(&["apply", "-k", own.to_str().unwrap()]);
+        self.change(&["apply", "-k", own.to_str().unwrap()]);
     }
 
     fn workloads(&self) -> &'static [&'static str] {
@@ -190,6 +194,12 @@ impl Cluster {
         let (is_success, output) = self.try_kubectl(arguments, "");
         assert!(is_success, "kubectl {arguments:?}: {output}");
         output
+    }
+
+    /// Runs kubectl as [`Cluster::kubectl`] does, for a step that the demonstration shows.
+    fn change(&self, arguments: &[&str]) {
+        show_command(arguments);
+        self.kubectl(arguments);
     }
 
     /// Returns kubectl with the rights of an administrator.
@@ -236,7 +246,7 @@ impl Cluster {
     /// Deletes an object of the users, and waits until it does not exist.
     pub(crate) fn delete(&self, kind: &str, name: &str) {
         let limit = format!("--timeout={}s", LIMIT.as_secs());
-        self.kubectl(&["delete", kind, name, "--namespace", USER, &limit]);
+        self.change(&["delete", kind, name, "--namespace", USER, &limit]);
     }
 
     /// Waits until an object exists for which `condition` is true, and returns it.
@@ -254,7 +264,7 @@ impl Cluster {
     /// Waits until a workload of cleat has its pods, of its current version.
     pub(crate) fn rolled_out(&self, workload: &str) {
         let limit = format!("--timeout={}s", LIMIT.as_secs());
-        self.kubectl(&["rollout", "status", workload, "--namespace", NAMESPACE, &limit]);
+        self.change(&["rollout", "status", workload, "--namespace", NAMESPACE, &limit]);
     }
 
     /// Creates a pod, and waits until it runs.

@@ -1,9 +1,6 @@
 //! `make demo-cluster`: a fail-over that can be watched. It is the test with the frozen node, which says what it does if
 //! the variable `CLEAT_TEST_SHOW` is set.
 
-use crate::cluster::Cluster;
-use crate::writer::WRITER_POD;
-
 /// Returns whether everything is to be shown.
 pub(crate) fn is_shown() -> bool {
     std::env::var_os("CLEAT_TEST_SHOW").is_some()
@@ -16,8 +13,15 @@ pub(crate) fn say(text: &str) {
     }
 }
 
-/// Shows the nodes, the pods, the grant and the last records, with the commands of kubectl.
-pub(crate) fn show(cluster: &Cluster) {
+/// Shows a command of kubectl that is about to run.
+pub(crate) fn show_command(arguments: &[&str]) {
+    if is_shown() {
+        println!("$ kubectl {}", arguments.join(" "));
+    }
+}
+
+/// Shows the nodes, the pods, the grant and the last records of a pod. `kubectl` runs a command of kubectl.
+pub(crate) fn show(kubectl: impl Fn(&[&str]) -> String, pod: &str) {
     if !is_shown() {
         return;
     }
@@ -27,8 +31,9 @@ pub(crate) fn show(cluster: &Cluster) {
         &["get", "pods", "-A", "-o", "wide"],
         &["get", "pvc", "-n", "default"],
         &["get", "volumegrants"],
-        &["exec", "-n", "default", WRITER_POD, "--", "sh", "-c", last],
+        &["exec", "-n", "default", pod, "--", "sh", "-c", last],
     ] {
-        println!("$ kubectl {}\n{}", command.join(" "), cluster.kubectl(command));
+        show_command(command);
+        println!("{}", kubectl(command));
     }
 }

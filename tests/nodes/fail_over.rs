@@ -89,6 +89,10 @@ pub(crate) struct FailOver<'a> {
 impl<'a> FailOver<'a> {
     /// Creates the StatefulSet, and waits until it writes. Prints what changes if that is wanted.
     pub(crate) fn new(cluster: &'a Cluster, is_printed: bool) -> Self {
+        say(
+            "a StatefulSet is created: its pod writes numbered records to an RBD image. From now on, each change of a \
+             node, a pod, a VolumeAttachment or a VolumeGrant is printed with its time",
+        );
         let timeline = Timeline::start(cluster, is_printed);
         writer::create(cluster);
         let writer = Writer::next(cluster, None);
@@ -227,7 +231,7 @@ fn rounds_of(fault: Fault, meanwhile: impl Fn(&FailOver<'_>, usize) + Send) {
         let mut totals = Vec::new();
         for round in 0..rounds() {
             let node = fail_over.writer.node.clone();
-            show(cluster);
+            show(|command| cluster.kubectl(command), WRITER_POD);
             say(&format!("node {node} fails: {fault:?}"));
             let begin = Instant::now();
             fault.begin(cluster, &node);
@@ -235,21 +239,27 @@ fn rounds_of(fault: Fault, meanwhile: impl Fn(&FailOver<'_>, usize) + Send) {
             let parts = fail_over.move_on(begin);
             parts.print(&format!("round {round}, {fault:?} node {node}"));
             totals.push(parts.total());
-            show(cluster);
-            say(&format!("node {node} works again, and does not know of all this"));
+            show(|command| cluster.kubectl(command), WRITER_POD);
+            say(&format!(
+                "node {node} works again, and does not know of all this: its pod still runs, and writes"
+            ));
             fault.end(cluster, &node);
             let ended = Instant::now();
             fail_over.returns();
             let seconds = ended.elapsed().as_secs_f64();
             println!("figures: node {node} is in service after {seconds:.1} s");
             fail_over.writer.goes_on(cluster);
+            say(
+                "each record must have its number, and be of the node that was to write it: a late write would replace one",
+            );
             println!("figures: {} records", fail_over.check());
-            show(cluster);
+            show(|command| cluster.kubectl(command), WRITER_POD);
         }
         totals.sort_by(f64::total_cmp);
         let (count, worst) = (totals.len(), totals[totals.len() - 1]);
         let median = totals[count / 2];
         println!("figures: {fault:?}: {count} rounds, median {median:.1} s, worst {worst:.1} s");
+        say("everything is removed, and the image itself is searched for late writes");
         fail_over.end();
     });
 }
