@@ -46,7 +46,15 @@ struct State<T> {
     times: BTreeMap<T, Instant>,
     /// The objects that are worked on, and whether they have changed since.
     running: HashMap<T, bool>,
-    failures: HashMap<T, u32>,
+    failures: HashMap<T, Failures>,
+}
+
+/// The failures of an object since its last success.
+#[derive(Debug)]
+struct Failures {
+    count: u32,
+    /// When the wait after the last failure ends.
+    until: Instant,
 }
 
 impl<T: Clone + Debug + Eq + Hash + Ord> Queue<T> {
@@ -114,19 +122,19 @@ impl<T: Clone + Debug + Eq + Hash + Ord> Queue<T> {
     pub(crate) fn done(&self, object: T, next: Next) {
         let mut state = self.lock();
         let changed = state.running.remove(&object).unwrap_or_default();
+        let now = Instant::now();
         let delay = match next {
             Next::Done | Next::After(_) => {
                 state.failures.remove(&object);
                 if let Next::After(delay) = next { Some(delay) } else { None }
             }
             Next::Failed(first) => {
-                let failures = state.failures.entry(object.clone()).or_default();
-                *failures = failures.saturating_add(1);
-                Some(self.random.backoff(*failures, first, MAX_DELAY))
+                let new = || Failures { count: 0, until: now };
+                let failures = state.failures.entry(object.clone()).or_insert_with(new);
+                Some(failures.next(now, first, &self.random))
             }
         };
-        let now = Instant::now();
-        // A failed object that has changed meanwhile is tried at once, once: its next failure waits longer.
+        // A failed object that has changed meanwhile is tried at once.
         let delay = if changed { Some(Duration::ZERO) } else { delay };
         if let Some(delay) = delay {
             state.schedule(object, now + delay);
@@ -143,6 +151,22 @@ impl<T: Clone + Debug + Eq + Hash + Ord> Queue<T> {
 
     fn lock(&self) -> MutexGuard<'_, State<T>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Failures {
+    /// Returns the wait after a failure. A failure before the end of the last wait, because the object has changed,
+    /// does not make the waits longer: an object that changes often must not wait for minutes when its storage answers
+    /// again.
+    fn next(&mut self, now: Instant, first: Duration, random: &Random) -> Duration {
+        if now < self.until {
+            let rest = self.until - now;
+            return random.backoff(self.count, first, MAX_DELAY).min(rest);
+        }
+        self.count = self.count.saturating_add(1);
+        let wait = random.backoff(self.count, first, MAX_DELAY);
+        self.until = now + wait;
+        wait
     }
 }
 
@@ -233,6 +257,25 @@ mod tests {
         let before = Instant::now();
         assert_eq!(queue.next().await, "a");
         assert_eq!(before.elapsed(), Duration::ZERO);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn failures_after_changes_do_not_make_the_waits_longer() {
+        let queue = queue();
+        queue.add("a");
+        for _ in 0..50 {
+            assert_eq!(queue.next().await, "a");
+            queue.add("a");
+            queue.done("a", Next::Failed(FAILED));
+        }
+        assert_eq!(queue.next().await, "a");
+        queue.done("a", Next::Failed(FAILED));
+        for longest in [2, 3, 5] {
+            let before = Instant::now();
+            assert_eq!(queue.next().await, "a");
+            assert!(before.elapsed() <= Duration::from_secs(longest), "{:?}", before.elapsed());
+            queue.done("a", Next::Failed(FAILED));
+        }
     }
 
     #[tokio::test(start_paused = true)]
