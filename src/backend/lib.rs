@@ -185,6 +185,15 @@ pub trait Image: Send + Sync {
         None
     }
 
+    /// Sets what the backend calls with the data of acknowledged writes that is not durable yet, in bytes, when that
+    /// has changed; it may call it with a delay of some seconds. A backend that acknowledges only durable writes, or
+    /// whose storage keeps them, ignores it.
+    fn report_unsaved(&self, _report: Box<dyn Fn(u64) + Send + Sync>) {}
+
+    /// Sets whether the supervisor would pass the tail file ([`OpenOptions::tail_file`]) to the next process. Without
+    /// that, no write may be acknowledged before it is durable. Never blocks.
+    fn permit_tail_file(&self, _is_passed_on: bool) {}
+
     /// Closes the volume: stops its background work, and releases the claim and every resource at the
     /// backend. Returns whether that was done; `false` if the backend has not answered for half a minute, or
     /// has refused it, so that the claim may stand. The owner calls it once, after the queues are dropped;

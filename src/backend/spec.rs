@@ -8,6 +8,7 @@ pub mod store;
 
 use std::any::Any;
 use std::fmt;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -141,6 +142,12 @@ pub trait VolumeSpec: fmt::Debug + Send + Sync {
         Duration::ZERO
     }
 
+    /// Returns the length of the tail file with which the volume is opened for writing, in bytes: a file in memory that
+    /// outlives the process ([`OpenOptions::tail_file`]). 0 for volumes that need none.
+    fn tail_bytes(&self) -> u64 {
+        0
+    }
+
     /// Returns what a user of this machine should know before the volume is opened.
     fn warning(&self) -> Option<String> {
         None
@@ -263,6 +270,9 @@ pub struct OpenOptions {
     /// The identity of the volume, if an earlier process of the mapping has opened it. Another volume is then
     /// neither opened nor changed, and a missing one is not created.
     pub expected: Option<VolumeIdentity>,
+    /// A file of [`VolumeSpec::tail_bytes`] that only the processes of this mapping use, one after the other. Without
+    /// it, the volume acknowledges no write before it is durable. It was empty for the first process.
+    pub tail_file: Option<Arc<OwnedFd>>,
 }
 
 /// When a process that serves a volume can give up its access to the system, and which access it keeps.

@@ -112,6 +112,7 @@ pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
             sync_failed: false,
             credentials: CredentialSet::default(),
             expected: None,
+            tail_file: None,
         },
         connections: usize::from(args.connections),
         export_name: args.export_name,

@@ -47,6 +47,8 @@ pub(super) struct Mapping {
     pub fenced: bool,
     /// A sync of the volume failed: acknowledged writes may be lost, and every flush fails.
     pub sync_failed: bool,
+    /// Acknowledged writes that are in memory and not in the store yet.
+    pub unsaved_bytes: u64,
     /// The current outage of the backend.
     pub outage: Option<Outage>,
     /// Whether the device is quiesced for snapshots.
@@ -139,6 +141,7 @@ impl From<v1::Mapping> for Mapping {
             busy_poll: text(options.busy_poll),
             fenced: mapping.fenced,
             sync_failed: mapping.sync_failed,
+            unsaved_bytes: mapping.unsaved_bytes,
             outage: mapping.outage.map(|outage| Outage {
                 since_unix_ms: outage.since_unix_ms,
                 reason: text(outage.reason),
@@ -306,6 +309,9 @@ pub(super) fn details(mapping: &Mapping) -> String {
     line("state", mapping.state.to_owned());
     if let Some(message) = &mapping.message {
         line("message", message.clone());
+    }
+    if mapping.unsaved_bytes > 0 {
+        line("not in store", format!("{} bytes of acknowledged writes", mapping.unsaved_bytes));
     }
     if let Some(outage) = &mapping.outage {
         line("outage", outage.to_string());

@@ -76,6 +76,7 @@ pub(crate) fn publish_state(cx: &Context, guard: &mut Guard, state: &State, obse
             worker_build,
             holders,
             outage,
+            unsaved_bytes: 0,
             last_exit,
         };
     }) && failed

@@ -51,6 +51,16 @@ pub(crate) fn start_message(cx: &Context, record: &Record, successor: bool) -> S
         sync_failed: record.sync_failed,
         credentials: Vec::new(),
         grant: record.grant,
+        tail_bytes: tail_bytes(cx, record),
+    }
+}
+
+/// Returns the length of the tail file of a mapping in bytes; 0 if it needs none.
+fn tail_bytes(cx: &Context, record: &Record) -> u64 {
+    let volume = cx.registry.volume(&record.uri);
+    match record.options.read_only {
+        true => 0,
+        false => volume.map_or(0, |volume| volume.spec().tail_bytes()),
     }
 }
 

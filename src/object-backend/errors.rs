@@ -86,6 +86,12 @@ pub(crate) fn io_error(failure: &Failure, modifies: bool) -> IoError {
     }
 }
 
+/// Returns the error for a store that has not answered in time.
+pub(crate) fn no_answer(name: &str) -> Error {
+    Error::new(ErrorKind::TimedOut, format!("the store of {name} does not answer"))
+        .with_repair("check that the store can be reached, then repeat the command")
+}
+
 /// Runs an operation on the volume `name` until `deadline`.
 ///
 /// # Errors
@@ -97,9 +103,6 @@ pub(crate) fn wait<T>(
 ) -> Result<T> {
     match block_until(deadline, operation) {
         Some(result) => result.map_err(|failure| failed(name, failure)),
-        None => {
-            Err(Error::new(ErrorKind::TimedOut, format!("the store of {name} does not answer"))
-                .with_repair("check that the store can be reached, then repeat the command"))
-        }
+        None => Err(no_answer(name)),
     }
 }

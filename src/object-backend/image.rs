@@ -3,6 +3,7 @@
 mod capabilities;
 mod serving;
 pub(crate) mod shared;
+mod tail_file;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -18,7 +19,7 @@ use cleat_core::volume::{BlockSizes, Features};
 use cleat_object::codec::Description;
 use cleat_object::name::{SnapshotId, VolumeId};
 use cleat_object::store::Store;
-use cleat_object::volume::{Config, Place};
+use cleat_object::volume::{Config, Keep, Place};
 use cleat_sys::ring::Ring;
 
 use crate::claim::decision::Purpose;
@@ -33,6 +34,7 @@ use crate::timeouts::{CALL_TIMEOUT, CLOSE_TIMEOUT, DROP_TIMEOUT, after};
 use crate::watched::Watched;
 use serving::Serving;
 use shared::Shared;
+pub(crate) use tail_file::TAIL_BYTES;
 
 /// The blocks of every volume. Extents and requests of the engine are multiples of a sector.
 const BLOCKS: BlockSizes = BlockSizes { minimum: 512, preferred: 4096, maximum: 32 << 20 };
@@ -44,6 +46,8 @@ pub(crate) struct ObjectImage {
     store: Arc<Watched>,
     identity: VolumeIdentity,
     claimant: Claimant,
+    /// The tail memory, for a writer.
+    keep: Option<Keep>,
     read_only: bool,
     shared: Arc<Shared>,
     /// The claim of this process, and its futures. `None` for a reader, and while the volume is released.
@@ -122,6 +126,9 @@ impl ObjectImage {
         VolumeIdentity::check(&identity, options.expected.as_ref(), &name)?;
         let executor = Executor::start("object-volume")
             .map_err(|error| Error::from_io("cannot start the thread of the volume", error))?;
+        let writes = !options.read_only && snapshot.is_none();
+        let keep = options.tail_file.as_ref().filter(|_| writes);
+        let keep = keep.map(|file| tail_file::keep(file, &options.claimant)).transpose()?;
         let size = place.description().size;
         let image = Self {
             spec: spec.clone(),
@@ -129,6 +136,7 @@ impl ObjectImage {
             store,
             identity,
             claimant: options.claimant.clone(),
+            keep,
             read_only: options.read_only || snapshot.is_some(),
             shared: Arc::new(Shared::new(name, executor.spawner(), size, snapshot)),
             serving: Mutex::new(None),
@@ -139,7 +147,8 @@ impl ObjectImage {
 
     /// Claims the volume and opens it for writing.
     fn serve(&self, place: Place, purpose: Purpose) -> Result<()> {
-        let serving = Serving::start(place, &self.claimant, purpose, &self.shared, &self.store)?;
+        let client = (&self.claimant, self.keep.as_ref());
+        let serving = Serving::start(place, client, purpose, &self.shared, &self.store)?;
         self.connection.tidy(&self.spec.name);
         *self.serving() = Some(serving);
         Ok(())
@@ -222,6 +231,14 @@ impl Image for ObjectImage {
 
     fn failure_reason(&self) -> Option<String> {
         self.shared.broken().clone().or_else(|| self.store.reason())
+    }
+
+    fn report_unsaved(&self, report: Box<dyn Fn(u64) + Send + Sync>) {
+        self.shared.set_report(report);
+    }
+
+    fn permit_tail_file(&self, is_passed_on: bool) {
+        self.shared.permit_tail_file(is_passed_on);
     }
 
     fn close(&self) -> bool {

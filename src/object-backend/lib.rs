@@ -4,16 +4,19 @@
 //! - Input: the URI of a volume, and its requests.
 //! - Output: the results of requests; objects in the store, and claims that name their clients.
 //!
-//! A write, a trim and a write of zeroes are acknowledged when they are durable in the store. The engine has no
-//! threads of its own: one thread for each open volume polls its futures (`executor`). Operations of a directory
-//! block threads (`cleat_object::store::pool`), those of a bucket run on a tokio runtime (`remote`). All threads start
-//! when the volume is opened, so a worker is confined before that.
+//! FLUSH and FUA are acknowledged when their data is durable in the store. Another write, trim or write of zeroes is
+//! acknowledged as soon as its records are in the tail file, a file in memory that the supervisor passes to the next
+//! process (`image::tail_file`); without a tail file, when it is durable.
+//!
+//! The engine has no threads of its own: one thread for each open volume polls its futures (`executor`). Operations of
+//! a directory block threads (`cleat_object::store::pool`), those of a bucket run on a tokio runtime (`remote`). All
+//! threads start when the volume is opened, so a worker is confined before that.
 //!
 //! The claim of an epoch says which client has opened the volume (`claim`). It decides who may take a volume over;
 //! the seals of the engine make that effective, so a wrong decision never damages a volume.
 //!
-//! The following never happens here: an acknowledgement before the data is durable; a decision by time; a write by
-//! a volume that is open read-only.
+//! The following never happens here: an acknowledgement of data that only this process has; a decision by time; a
+//! write by a volume that is open read-only.
 
 mod ask;
 mod check;

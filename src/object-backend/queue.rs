@@ -42,7 +42,10 @@ impl ImageQueue for ObjectQueue {
         let Some(volume) = self.shared.volume() else {
             return ended(Err(IoError::Shutdown), buffer);
         };
-        let waits_for_puts = request.op.modifies() || request.op == Op::Flush;
+        let changes = request.op.modifies() || request.op == Op::Flush;
+        let bytes = if request.op == Op::Write { request.length } else { 0 };
+        let early = is_plain(&request) && self.shared.can_keep(&volume, bytes);
+        let waits_for_puts = changes && !early;
         // The puts of earlier requests are being repeated. Another copy of this one would only fill the tail.
         if waits_for_puts && self.store.is_in_outage() && volume.has_puts() {
             return ended(Err(IoError::Retry), buffer);
@@ -52,14 +55,14 @@ impl ImageQueue for ObjectQueue {
         self.shared.spawner.spawn(async move {
             let mut buffer = buffer;
             let operation = carry_out(&shared, &volume, &request, buffer.as_mut());
-            let ended = match waits_for_puts {
+            let ended = match changes {
                 true => store.unless_outage(operation).await,
                 false => Some(operation.await),
             };
             let result = match ended {
                 Some(result) => result.map_err(|failure| {
                     shared.note(&failure);
-                    io_error(&failure, waits_for_puts)
+                    io_error(&failure, changes)
                 }),
                 // Its records stay in the log. They precede those of its repetition and of all later requests, so they
                 // never overwrite newer data.
@@ -76,7 +79,8 @@ impl ImageQueue for ObjectQueue {
     }
 }
 
-/// Carries a request out. What it changes is durable when it returns.
+/// Carries a request out. When it returns, what a plain write has changed survives the process, and what any other
+/// request has changed is durable.
 async fn carry_out(
     shared: &Shared,
     volume: &Volume,
@@ -101,7 +105,15 @@ async fn carry_out(
         (Op::WriteZeroes, _) => volume.write_zeroes(offset, length).await?,
         (Op::Flush | Op::Cache, _) => {}
     }
+    if is_plain(request) && shared.is_kept(volume) {
+        return Ok(());
+    }
     volume.flush().await
+}
+
+/// Whether the request need not be durable when it ends.
+fn is_plain(request: &Request) -> bool {
+    request.op.modifies() && !request.flags.fua
 }
 
 /// Writes zeroes as data.

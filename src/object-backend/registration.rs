@@ -16,7 +16,7 @@ use cleat_core::error::Result;
 use crate::connection::Access;
 use crate::fence::ObjectFence;
 use crate::home::{Home, directory};
-use crate::image::ObjectImage;
+use crate::image::{ObjectImage, TAIL_BYTES};
 use crate::manage::ObjectStore;
 use crate::naming::check_name;
 use crate::remote::Provider;
@@ -123,6 +123,10 @@ impl VolumeSpec for VolumeAt {
     fn confinement(&self) -> Confinement {
         let Access { paths, copies, writable, network } = self.home.access(&self.name);
         Confinement::BeforeOpen { paths, copies, writable, network }
+    }
+
+    fn tail_bytes(&self) -> u64 {
+        TAIL_BYTES
     }
 
     fn fence(&self) -> Result<Option<Box<dyn Fence>>> {

@@ -77,6 +77,8 @@ pub struct Snapshot {
     pub stalled_ns: u64,
     /// The total time in which a limit delayed requests, in nanoseconds, as a sum over the connections.
     pub limited_ns: u64,
+    /// See [`Page::unsaved`].
+    pub unsaved: u64,
 }
 
 /// The counts of one operation since the page was created.
@@ -205,9 +207,20 @@ impl Page {
         self.memory.words()[SYNC_FAILED].load(Relaxed) != 0
     }
 
+    /// Sets the data of acknowledged writes that is not durable yet, in bytes. The supervisor can read this also after
+    /// the worker has died.
+    pub fn set_unsaved(&self, bytes: u64) {
+        self.memory.words()[UNSAVED].store(bytes, Relaxed);
+    }
+
+    /// Returns the data of acknowledged writes that is not durable yet, in bytes.
+    pub fn unsaved(&self) -> u64 {
+        self.memory.words()[UNSAVED].load(Relaxed)
+    }
+
     /// Returns the current values of the page. It never blocks.
     pub fn snapshot(&self) -> Snapshot {
-        let mut sum = Snapshot::default();
+        let mut sum = Snapshot { unsaved: self.unsaved(), ..Snapshot::default() };
         for slot in 0..self.used() {
             sum.add(slot_words(&self.memory, slot));
         }
@@ -380,6 +393,8 @@ const HANDOVER: usize = USED + 1;
 const RECONNECTS: usize = HANDOVER + 1;
 /// Word of the header: see [`Page::set_sync_failed`].
 const SYNC_FAILED: usize = RECONNECTS + 1;
+/// Word of the header: see [`Page::set_unsaved`].
+const UNSAVED: usize = SYNC_FAILED + 1;
 /// The number of words before the first slot. Unused words are zero.
 const HEADER_WORDS: usize = 512;
 /// The number of words of one slot: a whole number of cache lines, with places for more counters.

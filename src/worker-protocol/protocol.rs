@@ -51,9 +51,9 @@ pub struct ProtocolVersions {
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum ToWorker {
     /// The first message on an inherited channel. Descriptors: a listening SOCK_SEQPACKET socket (the control
-    /// socket, for later supervisors) and a memory file for the statistics page; then the files of
-    /// `credentials`; for a successor, then the descriptors of its predecessor's `HandoverPrepared`. Answered
-    /// by `Ready` or `Failed`.
+    /// socket, for later supervisors) and a memory file for the statistics page; then the tail file, if
+    /// `tail_bytes` is not 0; then the files of `credentials`; for a successor, then the descriptors of its
+    /// predecessor's `HandoverPrepared`. Answered by `Ready` or `Failed`.
     Start(Box<Start>),
     /// The first message on an inherited channel to a worker without a volume, for a device that no worker
     /// will serve again. The worker answers every request with an I/O error and accepts `Serve`, `Ping` and
@@ -71,6 +71,9 @@ pub enum ToWorker {
         build: String,
         /// The mapping whose worker the supervisor expects.
         mapping_id: String,
+        /// Whether the supervisor passes the tail file of the mapping to the next worker.
+        #[serde(default)]
+        keeps_tail: bool,
     },
     /// Serve these kernel connections. Descriptors: one connected stream socket for each. Answered by
     /// `Serving`.
@@ -197,6 +200,9 @@ pub struct Start {
     /// The generation of the grant with which the volume is claimed; 0 without a grant.
     #[serde(default)]
     pub grant: u64,
+    /// The length of the tail file in bytes, see `backend::OpenOptions`; 0 without one.
+    #[serde(default)]
+    pub tail_bytes: u64,
 }
 
 /// Returns the number of connections for a supervisor that does not name one.

@@ -139,16 +139,21 @@ fn start_session(
 ) -> Result<Session> {
     ProtocolVersions::of_this_build().common(&start.versions)?;
     check_names(&start.name, &start.mapping_id)?;
-    let Inherited { listener, page, credentials, handover } = inherited(&start, descriptors)?;
+    let Inherited { listener, page, tail_file, credentials, handover } =
+        inherited(&start, descriptors)?;
     // Before the confinement, because it may open a socket.
     start.log.parse::<Log>()?.init()?;
     let uri = registry.volume(&start.uri)?;
     // Before the memory is locked, so that the libraries that it loads are locked, too.
     uri.spec().prepare()?;
     prepare_process(&start.name);
+    if tail_file.is_some() {
+        limit_files(start.tail_bytes)?;
+    }
     let binary = binary_id(Path::new("/proc/self/exe"));
     reserve(start.connections)?;
-    let options = options(&start, read_credentials(&uri, &start, credentials)?);
+    let credentials = read_credentials(&uri, &start, credentials)?;
+    let options = OpenOptions { tail_file, ..options(&start, credentials) };
     let (image, report) = open_confined(&uri, options, handover, isolation)?;
     // Backends check this before they change anything. Here it is checked for every backend, and for the
     // files of a predecessor.
@@ -221,6 +226,7 @@ fn options(start: &Start, credentials: CredentialSet) -> OpenOptions {
         sync_failed: start.sync_failed,
         credentials,
         expected: start.expected.clone(),
+        tail_file: None,
     }
 }
 
@@ -269,6 +275,8 @@ struct Inherited {
     listener: UnixListener,
     /// The statistics page.
     page: Page,
+    /// The tail file, if the supervisor passes one.
+    tail_file: Option<Arc<OwnedFd>>,
     /// The credential files.
     credentials: Vec<OwnedFd>,
     /// For a successor, the files of its predecessor.
@@ -302,6 +310,10 @@ fn inherited(start: &Start, descriptors: Vec<OwnedFd>) -> Result<Inherited> {
     let (Some(listener), Some(page)) = (descriptors.next(), descriptors.next()) else {
         return Err(invalid("start needs 2 descriptors: control socket and page"));
     };
+    let tail_file = match start.tail_bytes {
+        0 => None,
+        _ => Some(descriptors.next().ok_or_else(|| invalid("start has no tail file"))?),
+    };
     if descriptors.len() < start.credentials.len() {
         return Err(invalid("start has fewer descriptors than credential files"));
     }
@@ -328,7 +340,18 @@ fn inherited(start: &Start, descriptors: Vec<OwnedFd>) -> Result<Inherited> {
         // A dead worker has left its connections in the page. A predecessor still serves its own.
         page.take_over();
     }
-    Ok(Inherited { listener, page, credentials, handover })
+    let tail_file = tail_file.map(Arc::new);
+    Ok(Inherited { listener, page, tail_file, credentials, handover })
+}
+
+/// Limits the length of files that the process writes. The tail file is in the runtime directory of the supervisor,
+/// whose file system a compromised worker must not fill. Objects of a store are shorter. Without privileges the limit
+/// cannot be raised.
+fn limit_files(bytes: u64) -> Result<()> {
+    let failed = |error| Error::from_io("cannot limit the length of files", error);
+    process::ignore_signal(Signal::SIGXFSZ).map_err(failed)?;
+    let limited = setrlimit(Resource::RLIMIT_FSIZE, bytes, bytes);
+    limited.map_err(|error| failed(error.into()))
 }
 
 fn invalid(message: &str) -> Error {

@@ -107,6 +107,8 @@ impl Session {
             limits,
             Arc::clone(&clock),
         )?;
+        let unsaved = page.clone();
+        image.report_unsaved(Box::new(move |bytes| unsaved.set_unsaved(bytes)));
         let waker = Waker::new().map_err(|e| Error::from_io("no descriptor left", e))?;
         server.set_policy(start.policy);
         server.watch_outages(waker.clone());

@@ -181,7 +181,8 @@ fn the_offsets_in_the_statistics_page_do_not_change() {
     page.offer_handover(5);
     page.count_reconnect();
     page.set_sync_failed();
-    assert_eq!([6, 7, 8, 9].map(word), [4, 5 << 2 | 1, 1, 1]);
+    page.set_unsaved(17);
+    assert_eq!([6, 7, 8, 9, 10].map(word), [4, 5 << 2 | 1, 1, 1, 17]);
     let of_slot = [0, 1, 2, 3, 4, 5, 6].map(|index| word(SLOT_3 + index));
     assert_eq!(of_slot, [1, 11, 12, 13, 14, 15, 16]);
     assert_eq!(word(SLOT_3 + 16 + IoError::NoSpace as u64), 1);

@@ -54,6 +54,7 @@ pub fn start_message(uri: &str) -> Start {
         sync_failed: false,
         credentials: Vec::new(),
         grant: 0,
+        tail_bytes: 0,
     }
 }
 
@@ -113,7 +114,10 @@ impl Worker {
         let pairs: Vec<_> = (0..count).map(|_| UnixStream::pair().unwrap()).collect();
         let theirs: Vec<_> = pairs.iter().map(|(_, theirs)| theirs.as_fd()).collect();
         self.send(&ToWorker::Serve, &theirs);
-        assert_eq!(self.receive(), FromWorker::Serving);
+        // A mapping that another client has replaced reports it as soon as it is ready.
+        let answers = std::iter::repeat_with(|| self.receive());
+        let answer = answers.into_iter().find(|answer| !matches!(answer, FromWorker::Fenced));
+        assert_eq!(answer, Some(FromWorker::Serving));
         pairs.into_iter().map(|(ours, _)| ours).collect()
     }
 
@@ -235,6 +239,7 @@ pub fn adopt(channel: &OwnedFd, mapping_id: &str) -> (FromWorker, Vec<OwnedFd>) 
         oldest: PROTOCOL_VERSION,
         build: String::new(),
         mapping_id: mapping_id.to_owned(),
+        keeps_tail: true,
     };
     seqpacket::send(channel.as_fd(), &serde_json::to_vec(&adopt).unwrap(), &[]).unwrap();
     receive(channel).unwrap()

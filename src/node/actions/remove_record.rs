@@ -9,6 +9,7 @@ use crate::context::Context;
 use crate::mapping::{Change, Guard};
 use crate::records;
 use cleat_core::error::Result;
+use cleat_statistics::Page;
 
 pub(crate) async fn remove_record(
     cx: &Context,
@@ -19,8 +20,17 @@ pub(crate) async fn remove_record(
         // It has no volume: it cannot write, and it has been killed.
         tracing::warn!(mapping = guard.mapping().name, "{}", error.report());
     }
+    if let Some(bytes) = guard.statistics.as_ref().map(Page::unsaved).filter(|bytes| *bytes > 0) {
+        let (mapping, uri) = (&guard.mapping().name, &guard.record.uri);
+        tracing::warn!(
+            mapping,
+            uri,
+            bytes,
+            "acknowledged writes that no flush has covered were not in the store: they are given up"
+        );
+    }
     // The record is removed last: without it no supervisor would look for the socket.
-    cx.workers.sockets.remove(&guard.record.mapping_id);
+    cx.workers.remove_files(&guard.record.mapping_id);
     records::remove(cx, guard, deadline).await?;
     guard.teardown.removed = true;
     let mapping = Arc::clone(guard.mapping());

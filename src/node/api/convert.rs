@@ -141,6 +141,7 @@ pub(crate) fn mapping(view: &View) -> api::Mapping {
         read_only: view.is_read_only(),
         fenced: view.is_fenced(),
         sync_failed: view.record.sync_failed,
+        unsaved_bytes: view.unsaved_bytes,
         outage: view.outage.as_ref().map(|outage| api::Outage {
             since_unix_ms: outage.since_unix_ms,
             reason: outage.reason.clone().unwrap_or_default(),

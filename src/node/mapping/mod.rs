@@ -66,6 +66,7 @@ impl Mapping {
             worker_build: String::new(),
             holders: Vec::new(),
             outage: None,
+            unsaved_bytes: 0,
             last_exit: None,
         };
         Self {
@@ -199,6 +200,7 @@ impl Mapping {
         if let (Some(outage), Some(page)) = (&mut view.outage, self.statistics()) {
             outage.queued = page.snapshot().queued;
         }
+        view.unsaved_bytes = self.statistics().map_or(0, |page| page.unsaved());
         view
     }
 

@@ -27,6 +27,8 @@ pub struct View {
     pub holders: Vec<Holder>,
     /// The outage of the backend, if it cannot be reached.
     pub outage: Option<OutageView>,
+    /// The data of acknowledged writes that is not durable yet, in bytes.
+    pub unsaved_bytes: u64,
     /// How the last worker ended that was not stopped by the supervisor.
     pub last_exit: Option<String>,
 }

@@ -309,6 +309,11 @@ impl Scrape {
             self.by_volume(|counters| counters.snapshot.queued as f64),
         )?;
         writer.gauges(
+            "volume_unsaved_bytes",
+            "Data of acknowledged writes that is in memory and not in the store yet",
+            self.by_volume(|counters| counters.snapshot.unsaved as f64),
+        )?;
+        writer.gauges(
             "volume_outage_seconds",
             "Duration of the current outage of the backend; 0 if there is none",
             self.by_volume(|counters| match counters.snapshot.outage_since_ns {

@@ -155,7 +155,7 @@ async fn force_disconnect_orphan(
     if let Some(process) = process {
         progress.begin("end the worker");
         stop_process(&process, deadline).await?;
-        cx.workers.sockets.remove(id);
+        cx.workers.remove_files(id);
         progress.end();
     }
     if cx.unmanaged.is_unreadable(id) {

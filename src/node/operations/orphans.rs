@@ -43,7 +43,7 @@ pub(crate) async fn disconnect_orphan(
         .await?;
     tracing::warn!(device = index, mapping_id, "disconnected an orphan");
     if stops_listening(|| cx.workers.sockets.probe(&mapping_id)).await {
-        cx.workers.sockets.remove(&mapping_id);
+        cx.workers.remove_files(&mapping_id);
     }
     Ok(())
 }
@@ -83,7 +83,7 @@ pub(crate) async fn clear_orphans(cx: &Context, deadline: Instant) -> Result<()>
     // Sockets that removed mappings have left.
     for (id, _) in cx.workers.sockets.all().iter().filter(|(id, _)| !known.contains(id)) {
         if cx.workers.sockets.probe(id) == Probe::Refused {
-            cx.workers.sockets.remove(id);
+            cx.workers.remove_files(id);
         }
     }
     Ok(())

@@ -130,7 +130,7 @@ async fn restore_mapping(
             record.name, record.uri
         ));
         // If the removal fails, the sweep tries it again.
-        cx.workers.sockets.remove(&record.mapping_id);
+        cx.workers.remove_files(&record.mapping_id);
         if let Err(error) = records::discard(cx, &record.mapping_id).await {
             cx.found(format!("its record stays for now: {}", error.report()));
             cx.records.add_removals(BTreeSet::from([record.mapping_id]));

@@ -12,6 +12,7 @@ mod refusing;
 mod socket_owner;
 mod sockets;
 mod start;
+mod tail_files;
 mod users;
 mod worker;
 
@@ -24,6 +25,7 @@ use crate::blocking::blocking;
 use crate::planner::WorkerId;
 use cleat_core::error::Result;
 use socket_owner::listener_of;
+use tail_files::TailFiles;
 
 pub use log_pipe::{LogPipe, stderr_is_pipe};
 pub use process::{Handle, Launcher, Process, Processes};
@@ -39,6 +41,7 @@ pub(crate) use worker::{exit_of, has_ended, stop_process, unexpected};
 pub struct Workers {
     launcher: Arc<dyn Launcher>,
     pub(crate) sockets: ControlSockets,
+    tails: TailFiles,
     log: String,
     events: mpsc::Sender<WorkerEvent>,
 }
@@ -52,7 +55,15 @@ impl Workers {
         log: String,
         events: mpsc::Sender<WorkerEvent>,
     ) -> Self {
-        Self { launcher, sockets: ControlSockets::new(directory), log, events }
+        let tails = TailFiles::new(directory.clone());
+        Self { launcher, sockets: ControlSockets::new(directory), tails, log, events }
+    }
+
+    /// Removes the control sockets and the tail file of a mapping that does not exist any more.
+    pub(crate) fn remove_files(&self, mapping_id: &str) {
+        self.tails.remove(mapping_id);
+        // Last: a later supervisor finds what is left by the sockets.
+        self.sockets.remove(mapping_id);
     }
 
     /// Returns the identity of the executable that new workers run, see

@@ -141,7 +141,16 @@ impl Workers {
             let page = page.map_or_else(|| Page::create().map(|(page, _)| page), Ok)?;
             let file =
                 page.file().map_err(|error| Error::from_io("cannot share statistics", error))?;
+            let mut start = start;
+            let tail = self.tails.open(&start.mapping_id, start.tail_bytes);
+            let tail = tail.map_err(|error| {
+                Error::from_io("cannot create the tail file of the mapping", error)
+            })?;
+            if tail.is_none() {
+                start.tail_bytes = 0;
+            }
             let mut descriptors = vec![listener, file];
+            descriptors.extend(tail);
             descriptors.extend(more);
             link.send(&ToWorker::Start(Box::new(start)), &descriptors)
                 .await
@@ -190,7 +199,9 @@ impl Workers {
             let ProtocolVersions { newest: version, oldest, build } =
                 ProtocolVersions::of_this_build();
             let mapping_id = mapping_id.to_owned();
-            let adopt = ToWorker::Adopt { version, oldest, build, mapping_id: mapping_id.clone() };
+            let id = mapping_id.clone();
+            let adopt =
+                ToWorker::Adopt { version, oldest, build, mapping_id: id, keeps_tail: true };
             link.send(&adopt, &[]).await.map_err(channel_broke)?;
             let ready = expect_ready(&link).await.map_err(NotOpened::into_error);
             let (ready, mut descriptors) = ready?;

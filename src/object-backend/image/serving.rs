@@ -7,14 +7,14 @@ use cleat_backend::claimant::Claimant;
 use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_object::store::Store;
-use cleat_object::volume::{Config, Failure, Place, Volume};
+use cleat_object::volume::{Config, Failure, Keep, Place, Volume};
 
 use super::shared::Shared;
 use crate::ask::Answered;
 use crate::claim::Attempt;
 use crate::claim::decision::Purpose;
 use crate::claim::record::Use;
-use crate::errors::wait;
+use crate::errors::{failed, no_answer, wait};
 use crate::executor::{TaskId, block_until};
 use crate::timeouts::{CALL_TIMEOUT, after};
 use crate::watched::Watched;
@@ -22,11 +22,14 @@ use crate::watched::Watched;
 /// The number of failures for which the store waits the longest: this is the time between two looks at the claims.
 const LONGEST: u32 = u32::MAX;
 
+/// The number of failures for which the store waits about a second.
+const SECOND: u32 = 5;
+
 /// A claim, and the futures that work for it.
 pub(crate) struct Serving {
     place: Place,
     volume: Volume,
-    tasks: [TaskId; 2],
+    tasks: [TaskId; 3],
 }
 
 impl Serving {
@@ -37,7 +40,7 @@ impl Serving {
     /// error of the store. The claim is then released as far as the store permits it.
     pub(crate) fn start(
         place: Place,
-        claimant: &Claimant,
+        (claimant, keep): (&Claimant, Option<&Keep>),
         purpose: Purpose,
         shared: &Arc<Shared>,
         store: &Arc<Watched>,
@@ -53,16 +56,19 @@ impl Serving {
             clock: &SystemClock,
         };
         let acquired = block_until(deadline, attempt.acquire());
-        let acquired = acquired.unwrap_or_else(|| {
-            let message = format!("the store of {name} does not answer");
-            Err(Error::new(ErrorKind::TimedOut, message))
-        });
+        let acquired = acquired.unwrap_or_else(|| Err(no_answer(name)));
         let epoch = acquired?.map_err(|lost| {
             shared.set_fenced();
             let message = format!("another client may have written to {name}: {lost}");
             Error::new(ErrorKind::Fenced, message)
         })?;
-        let opened = wait(name, deadline, place.open(epoch, Config::default()));
+        let opened = block_until(deadline, place.open_with(epoch, Config::default(), keep));
+        if let Some(Err(failure @ Failure::Stale { .. })) = &opened {
+            tracing::error!(volume = %name, %failure, "acknowledged writes are lost");
+            shared.set_fenced();
+        }
+        let opened = opened
+            .map_or_else(|| Err(no_answer(name)), |opened| opened.map_err(|f| failed(name, f)));
         let volume = opened.inspect_err(|_| {
             // Nothing was written. Without this, another node would need --take-over.
             let _ = block_until(deadline, place.release(epoch));
@@ -71,6 +77,7 @@ impl Serving {
         let tasks = [
             shared.spawner.spawn(run(volume.clone(), Arc::clone(shared))),
             shared.spawner.spawn(watch(volume.clone(), Arc::clone(shared), Arc::clone(store))),
+            shared.spawner.spawn(send_older(volume.clone(), Arc::clone(shared), Arc::clone(store))),
         ];
         Ok(Self { place, volume, tasks })
     }
@@ -93,6 +100,7 @@ impl Serving {
             return Ok(());
         }
         quiet?;
+        shared.report_unsaved(0);
         wait(&shared.name, deadline, self.place.release(self.volume.epoch()))
     }
 
@@ -112,6 +120,16 @@ impl Serving {
 async fn run(volume: Volume, shared: Arc<Shared>) {
     let failure = volume.run().await;
     shared.note(&failure);
+}
+
+/// Sends records that no flush covers, about a second after they were written.
+async fn send_older(volume: Volume, shared: Arc<Shared>, store: Arc<Watched>) {
+    let mut seen = 0;
+    loop {
+        store.back_off(SECOND).await;
+        seen = volume.send_older(seen);
+        shared.report_unsaved(volume.status().kept_bytes);
+    }
 }
 
 /// Looks from time to time whether another client has claimed the volume, and executes the requests of commands.

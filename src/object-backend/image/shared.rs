@@ -22,9 +22,13 @@ pub(crate) struct Shared {
     reader: OnceLock<Place>,
     size: AtomicU64,
     is_fenced: AtomicBool,
+    /// The supervisor passes the tail file to the next process.
+    tail_is_passed_on: AtomicBool,
     /// Why the volume cannot continue, unless it is fenced.
     broken: Mutex<Option<String>>,
     waker: Mutex<Option<Waker>>,
+    /// Gets the data that is not durable yet, in bytes.
+    report: OnceLock<Box<dyn Fn(u64) + Send + Sync>>,
 }
 
 impl Shared {
@@ -42,8 +46,10 @@ impl Shared {
             reader: OnceLock::new(),
             size: AtomicU64::new(size),
             is_fenced: AtomicBool::new(false),
+            tail_is_passed_on: AtomicBool::new(true),
             broken: Mutex::default(),
             waker: Mutex::default(),
+            report: OnceLock::new(),
         }
     }
 
@@ -104,6 +110,39 @@ impl Shared {
 
     pub(crate) fn is_fenced(&self) -> bool {
         self.is_fenced.load(Ordering::Acquire)
+    }
+
+    /// Sets whether the next process of the mapping gets the tail file. If not, what is in it is sent now.
+    pub(crate) fn permit_tail_file(&self, is_passed_on: bool) {
+        self.tail_is_passed_on.store(is_passed_on, Ordering::Release);
+        if let Some(volume) = self.volume().filter(|_| !is_passed_on) {
+            self.spawner.spawn(async move {
+                // A failure is reported by the requests.
+                let _ = volume.flush().await;
+            });
+        }
+    }
+
+    pub(crate) fn set_report(&self, report: Box<dyn Fn(u64) + Send + Sync>) {
+        // There is one owner.
+        let _ = self.report.set(report);
+    }
+
+    /// Reports the data of acknowledged writes that is not durable yet, in bytes.
+    pub(crate) fn report_unsaved(&self, bytes: u64) {
+        if let Some(report) = self.report.get() {
+            report(bytes);
+        }
+    }
+
+    /// Whether a write of this many bytes survives the process once it is in the tail memory, and has room there.
+    pub(crate) fn can_keep(&self, volume: &Volume, bytes: u64) -> bool {
+        self.tail_is_passed_on.load(Ordering::Acquire) && volume.can_keep(bytes)
+    }
+
+    /// Whether everything that was written survives the process.
+    pub(crate) fn is_kept(&self, volume: &Volume) -> bool {
+        self.tail_is_passed_on.load(Ordering::Acquire) && volume.is_kept()
     }
 
     /// Records that another client owns the volume, and wakes the owner of the image.

@@ -165,6 +165,9 @@ const ANY: &[c_long] = &[
     libc::SYS_writev,
     libc::SYS_close,
     libc::SYS_shutdown,
+    // The tail file.
+    libc::SYS_pread64,
+    libc::SYS_pwritev,
     // Sizes and holes.
     libc::SYS_fallocate,
     libc::SYS_ftruncate,
@@ -259,7 +262,6 @@ const PATHS: &[c_long] = &[
 const WRITABLE: &[c_long] = &[
     libc::SYS_openat2,
     libc::SYS_renameat2,
-    libc::SYS_pread64,
     libc::SYS_mkdirat,
     libc::SYS_linkat,
     libc::SYS_unlinkat,

@@ -14,7 +14,7 @@ impl Session {
     pub(super) fn on_pending(&mut self, index: usize) -> Next {
         let channel = self.supervisors.take_pending(index);
         let adopted = match channel.receive() {
-            Ok(Some((ToWorker::Adopt { version, oldest, build, mapping_id }, _))) => {
+            Ok(Some((ToWorker::Adopt { version, oldest, build, mapping_id, keeps_tail }, _))) => {
                 // A new supervisor knows nothing of a handover that the last one has begun.
                 if self.end_offer() == Next::Exit {
                     return Next::Exit;
@@ -24,6 +24,7 @@ impl Session {
                     &ProtocolVersions { newest: version, oldest, build },
                     &mapping_id,
                 )
+                .inspect(|()| self.image.permit_tail_file(keeps_tail))
             }
             Ok(Some(_)) => Err(Error::new(
                 ErrorKind::InvalidArgument,

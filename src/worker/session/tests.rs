@@ -57,6 +57,7 @@ fn start() -> Start {
         sync_failed: false,
         credentials: Vec::new(),
         grant: 0,
+        tail_bytes: 0,
     }
 }
 

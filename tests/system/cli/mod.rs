@@ -208,8 +208,8 @@ fn a_mapping_in_json_has_the_documented_fields() {
         mapping.as_object().expect("an object").keys().map(String::as_str).collect();
     let documented = "block_size busy_poll bytes_per_s connections dead_connection_timeout_s device \
                       fenced generation holders iops last_worker_end mapped_at_s mapping_id message name \
-                      on_outage outage quiesce quiet read_only size_bytes state symlink sync_failed uri worker_pid \
-                      worker_version";
+                      on_outage outage quiesce quiet read_only size_bytes state symlink sync_failed unsaved_bytes uri \
+                      worker_pid worker_version";
     assert_eq!(fields, documented.split_whitespace().collect::<Vec<_>>());
     assert_eq!(mapping["size_bytes"], 1_u64 << 30);
     assert_eq!(mapping["device"], "/dev/nbd0");

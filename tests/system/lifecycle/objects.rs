@@ -16,8 +16,14 @@ fn volume(machine: &Machine) -> String {
     store.volume("v", None).unwrap().to_string()
 }
 
-/// Both are killed one after the other, in the middle of writes that the kernel then repeats. Each acknowledged write is
-/// there afterwards, also in a mapping that is made anew.
+/// Counts the tail files of the machine.
+fn tails(machine: &Machine) -> usize {
+    let files = std::fs::read_dir(machine.config.runtime_dir.join("workers")).unwrap().flatten();
+    files.filter(|file| file.path().extension().is_some_and(|suffix| suffix == "tail")).count()
+}
+
+/// Both are killed one after the other, in the middle of writes that the kernel then repeats. Each acknowledged write
+/// is there afterwards, also in a mapping that is made anew.
 #[test]
 fn acknowledged_writes_survive_the_death_of_worker_and_supervisor() {
     const WRITES: u64 = 150;
@@ -34,9 +40,14 @@ fn acknowledged_writes_survive_the_death_of_worker_and_supervisor() {
             }
         });
         let mut worker = mapping.worker_pid;
-        for _ in 0..2 {
-            supervisor.crash();
-            kill(worker, Signal::SIGKILL);
+        for supervisor_first in [true, false, true] {
+            if supervisor_first {
+                supervisor.crash();
+                kill(worker, Signal::SIGKILL);
+            } else {
+                kill(worker, Signal::SIGKILL);
+                supervisor.crash();
+            }
             wait_until("the worker has exited", || !is_alive(worker));
             supervisor = machine.start();
             worker = supervisor.wait_for("v", MappingState::Mapped).worker_pid;
@@ -51,7 +62,9 @@ fn acknowledged_writes_survive_the_death_of_worker_and_supervisor() {
         }
     };
     check(index);
+    assert_eq!(tails(&machine), 1, "writes are acknowledged early");
     supervisor.unmap("v").unwrap();
+    assert_eq!(tails(&machine), 0);
     let again = supervisor.map("v", &uri).unwrap();
     check(index_of(&again));
     supervisor.unmap("v").unwrap();

@@ -1,6 +1,8 @@
 //! A worker with a volume of objects, in a directory and in a bucket. It is confined before it opens the volume, whose
 //! client has threads.
 
+use std::os::fd::AsFd;
+use std::path::Path;
 use std::time::Duration;
 
 #[cfg(feature = "fault")]
@@ -21,14 +23,14 @@ const BLOCK: u32 = 4096;
 /// A new volume. The directory is removed with it.
 struct ObjectVolume {
     uri: String,
-    _directory: tempfile::TempDir,
+    directory: tempfile::TempDir,
 }
 
 impl ObjectVolume {
     fn in_directory() -> Self {
         let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let store = format!("dir:{}", directory.path().display());
-        Self { uri: create(&store), _directory: directory }
+        Self { uri: create(&store), directory }
     }
 
     fn in_bucket() -> Self {
@@ -38,7 +40,19 @@ impl ObjectVolume {
         let credentials = credentials.display();
         let options = format!("endpoint=http://{endpoint}&credentials_file={credentials}");
         let store = format!("s3://{BUCKET}/{prefix}?{options}");
-        Self { uri: create(&store), _directory: directory }
+        Self { uri: create(&store), directory }
+    }
+
+    /// Returns the newest slot of the newest epoch, of a volume in a directory. Older ones may be collected.
+    fn newest_slot(&self) -> u64 {
+        let newest = |path: &Path| {
+            let names = std::fs::read_dir(path).unwrap().map(|entry| entry.unwrap().file_name());
+            let numbers =
+                names.filter_map(|name| u64::from_str_radix(name.to_str().unwrap(), 16).ok());
+            numbers.max().unwrap()
+        };
+        let log = self.directory.path().join("v/objects/log");
+        newest(&log.join(format!("{:016x}", newest(&log))))
     }
 
     fn start(&self) -> Start {
@@ -113,7 +127,7 @@ fn a_clone_in_a_directory_is_served_by_a_confined_process() {
     assert_eq!(nbd::simple(&sockets[0], nbd::FLUSH, 0, 0), 0);
     assert_eq!(nbd::read(&sockets[0], 0, BLOCK), [8; BLOCK as usize]);
     // Without its pin, the worker does not see the parent.
-    let pins = std::path::Path::new(volume.uri.strip_prefix("dir:").unwrap()).join("objects/pin");
+    let pins = Path::new(volume.uri.strip_prefix("dir:").unwrap()).join("objects/pin");
     drop((_worker, sockets));
     std::fs::remove_dir_all(pins).unwrap();
     let worker = Worker::launch();
@@ -171,6 +185,77 @@ fn acknowledged_writes_survive_the_death_of_the_worker_of_a_directory() {
 #[test]
 fn acknowledged_writes_survive_the_death_of_the_worker_of_a_bucket() {
     keeps_acknowledged_writes(&ObjectVolume::in_bucket(), 5);
+}
+
+/// Writes that no flush covers are acknowledged when they are in the tail file, and many of them share a put. The next
+/// worker of the mapping has them. They are given up when another client has taken the volume over.
+#[test]
+fn writes_without_a_flush_survive_the_worker_in_the_tail_file() {
+    const WRITES: u64 = 32;
+    const ROUNDS: u64 = 10;
+    let volume = ObjectVolume::in_directory();
+    let tail = tempfile::tempfile().unwrap();
+    let tail_bytes = REGISTRY.volume(&volume.uri).unwrap().spec().tail_bytes();
+    tail.set_len(tail_bytes).unwrap();
+    let start = Start { tail_bytes, ..volume.start() };
+    let launch = |start: &Start| {
+        let worker = Worker::launch();
+        worker.send_start_with(start, &[tail.as_fd()]);
+        let answer = worker.receive();
+        (worker, answer)
+    };
+    let serve = |start: &Start| {
+        let (mut worker, answer) = launch(start);
+        assert!(matches!(answer, FromWorker::Ready(_)), "{answer:?}");
+        let sockets = worker.serve(1);
+        (worker, sockets)
+    };
+    let end = |mut worker: Worker| {
+        worker.child.kill().unwrap();
+        worker.exit();
+    };
+    let resumed = Start { resumes: true, ..start.clone() };
+    for round in 1..=ROUNDS {
+        let (worker, sockets) = serve(if round == 1 { &start } else { &resumed });
+        for number in 0..if round == 1 { 0 } else { WRITES } {
+            let found = nbd::read(&sockets[0], number * u64::from(BLOCK), BLOCK);
+            assert!(found == stamp(round - 1, number), "round {round}, block {number}");
+        }
+        let before = volume.newest_slot();
+        for number in 0..WRITES {
+            let data = stamp(round, number);
+            assert_eq!(nbd::write(&sockets[0], number * u64::from(BLOCK), &data), 0);
+        }
+        let puts = volume.newest_slot() - before;
+        assert!(puts < WRITES / 4, "{WRITES} writes took {puts} puts");
+        end(worker);
+    }
+    let (worker, sockets) = serve(&resumed);
+    assert_eq!(nbd::simple(&sockets[0], nbd::FLUSH, 0, 0), 0);
+    assert_eq!(nbd::write(&sockets[0], 0, &[9; BLOCK as usize]), 0);
+    end(worker);
+    let other = Start { node: "node-b".into(), mapping_id: "other".into(), ..volume.start() };
+    let mut second = Worker::launch();
+    second.send_start(&Start { take_over: true, ..other });
+    assert!(matches!(second.receive(), FromWorker::Ready(_)));
+    let taken = second.serve(1);
+    for number in 1..WRITES {
+        let found = nbd::read(&taken[0], number * u64::from(BLOCK), BLOCK);
+        assert!(found == stamp(ROUNDS, number), "block {number} was flushed");
+    }
+    assert_eq!(nbd::write(&taken[0], 0, &[3; BLOCK as usize]), 0);
+    // The device of the mapping fails, and nothing of it reaches the history of the other client.
+    let (worker, sockets) = serve(&resumed);
+    assert_ne!(nbd::write(&sockets[0], 4096, &[4; BLOCK as usize]), 0);
+    end(worker);
+    second.send(&ToWorker::Stop, &[]);
+    assert!(second.exit().success());
+    let (_worker, answer) = launch(&Start { take_over: true, ..start });
+    let (kind, message) = failure(answer);
+    assert_eq!(kind, ErrorKind::Fenced, "{message}");
+    assert!(message.contains("4096 bytes of acknowledged writes"), "{message}");
+    let (_worker, sockets) = Worker::serving(&volume.uri, 1);
+    assert!(nbd::read(&sockets[0], 0, BLOCK) == [3; BLOCK as usize]);
 }
 
 /// A worker is stopped while it has writes in flight, another node takes the volume over, and the worker continues.

@@ -136,14 +136,14 @@ fn a_worker_offers_its_connections_only_to_a_newer_worker_and_while_its_backend_
     assert!(first.message().contains("no predecessor"), "{first:?}");
 }
 
-/// The message that starts the successor also carries the control socket and the statistics page.
+/// The message that starts the successor also carries the control socket, the statistics page and the tail file.
 #[test]
 fn the_files_of_a_volume_and_its_secrets_fit_a_message() {
     let mut workers = Workers::new();
     let prepare = |session: &Session| session.prepare_handover().map(|(_, files)| files.len());
     let files = prepare(&workers.old).unwrap();
     assert!(files > 0);
-    workers.old.start.credentials = vec![String::new(); MAX_DESCRIPTORS - 2 - files];
+    workers.old.start.credentials = vec![String::new(); MAX_DESCRIPTORS - 3 - files];
     assert_eq!(prepare(&workers.old).unwrap(), files);
     workers.old.start.credentials.push(String::new());
     assert_eq!(prepare(&workers.old).unwrap_err().kind(), ErrorKind::Unsupported);

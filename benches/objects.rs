@@ -1,0 +1,207 @@
+//! `cargo bench --bench objects [-- STORE]`: random writes of 4 KiB with a flush each second, through a worker process
+//! with a volume of objects: acknowledged when they are durable, and when they are in the tail file, at depth 1, 8, 32
+//! and 128. Then what the tail file costs, against a volume that acknowledges from its own memory. STORE is
+//! `dir:/DIRECTORY` (the default is a temporary directory) or `s3://…`.
+
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::disallowed_methods,
+    clippy::print_stdout,
+    clippy::unwrap_used,
+    reason = "a benchmark measures real time, prints figures, and fails by panicking"
+)]
+
+use std::fs::File;
+use std::io::{self, IoSlice};
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use cleat::backends::REGISTRY;
+use cleat_backend::store::Layout;
+use cleat_object::codec::Description;
+use cleat_object::name::{Nonce, VolumeId};
+use cleat_object::store::directory::Directory;
+use cleat_object::tail_memory::Memory;
+use cleat_object::volume::{Config, Keep, Place, Volume};
+use cleat_worker::protocol::{FromWorker, Start};
+use nix::sys::uio::pwritev;
+use test_kit::nbd::kernel as nbd;
+use test_kit::worker::{Worker, start_message};
+
+const SIZE: u64 = 1 << 30;
+const BLOCK: u64 = 4096;
+const DEPTHS: [u64; 4] = [1, 8, 32, 128];
+const SECONDS: u64 = 5;
+/// The cookie of a flush.
+const FLUSH: u64 = u64::MAX;
+
+/// Random numbers (xorshift).
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    fn offset(&mut self) -> u64 {
+        self.next() % (SIZE / BLOCK) * BLOCK
+    }
+}
+
+fn main() {
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let store = std::env::args().skip(1).find(|argument| argument.contains(':'));
+    let store = store.unwrap_or_else(|| format!("dir:{}", directory.path().display()));
+    let store = REGISTRY.store(&store).unwrap();
+    for depth in DEPTHS {
+        for round in 0..2 {
+            for (what, has_tail) in [("durable", false), ("tail file", true)] {
+                let name = format!("bench-{depth}-{round}-{has_tail}");
+                store.connect().unwrap().create(&name, SIZE, &Layout::default()).unwrap();
+                let uri = store.volume(&name, None).unwrap().to_string();
+                println!("depth {depth:3} {what:10} {}", worker(&uri, has_tail, depth));
+            }
+        }
+    }
+    for _ in 0..3 {
+        for (what, file) in [("own memory", false), ("tail file", true)] {
+            println!("{what:10} {:.2} µs for each write of 4 KiB in the engine", engine(file));
+        }
+    }
+}
+
+/// Returns the file of a mapping in memory.
+fn tail_file(bytes: u64) -> File {
+    let file = tempfile::tempfile_in("/dev/shm").unwrap();
+    file.set_len(bytes).unwrap();
+    file
+}
+
+/// Loads a worker process.
+fn worker(uri: &str, has_tail: bool, depth: u64) -> String {
+    let tail_bytes = if has_tail { REGISTRY.volume(uri).unwrap().spec().tail_bytes() } else { 0 };
+    let mut worker = Worker::launch();
+    let start = Start { tail_bytes, ..start_message(uri) };
+    let tail = tail_file(tail_bytes.max(1));
+    let descriptors = if has_tail { vec![tail.as_fd()] } else { Vec::new() };
+    worker.send_start_with(&start, &descriptors);
+    assert!(matches!(worker.receive(), FromWorker::Ready(_)));
+    let sockets = worker.serve(1);
+    load(&sockets[0], depth)
+}
+
+fn load(socket: &UnixStream, depth: u64) -> String {
+    let mut random = Random(0x9e37_79b9_7f4a_7c15);
+    let mut data = vec![7; BLOCK as usize];
+    let began = Instant::now();
+    let mut send = |cookie: u64| {
+        data[..8].copy_from_slice(&random.next().to_le_bytes());
+        nbd::send(socket, nbd::WRITE, cookie, random.offset(), BLOCK as u32, &data);
+    };
+    (0..depth).for_each(&mut send);
+    let (mut writes, mut flushes, mut longest) = (0_u64, 0_u64, Duration::ZERO);
+    let (mut flushed_at, mut flush_since) = (began, None);
+    while began.elapsed() < Duration::from_secs(SECONDS) {
+        let (cookie, error) = nbd::reply(socket);
+        assert_eq!(error, 0);
+        if cookie == FLUSH {
+            let since: Instant = flush_since.take().unwrap();
+            longest = longest.max(since.elapsed());
+            flushes += 1;
+        } else {
+            writes += 1;
+            send(cookie);
+        }
+        if flush_since.is_none() && flushed_at.elapsed() >= Duration::from_secs(1) {
+            flushed_at = Instant::now();
+            flush_since = Some(flushed_at);
+            nbd::send(socket, nbd::FLUSH, FLUSH, 0, 0, &[]);
+        }
+    }
+    let rate = writes as f64 / began.elapsed().as_secs_f64();
+    format!("{rate:.0} writes/s, {flushes} flushes, the longest in {longest:.0?}")
+}
+
+/// Memory of the process itself: nothing is written.
+struct Own;
+
+impl Memory for Own {
+    fn size(&self) -> u64 {
+        32 << 20
+    }
+
+    fn read_at(&self, _: u64, buffer: &mut [u8]) -> io::Result<()> {
+        buffer.fill(0);
+        Ok(())
+    }
+
+    fn write_at(&self, _: u64, _: [&[u8]; 2]) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A file in memory, as a worker has it.
+struct Shared(File);
+
+impl Memory for Shared {
+    fn size(&self) -> u64 {
+        32 << 20
+    }
+
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+        self.0.read_exact_at(buffer, offset)
+    }
+
+    fn write_at(&self, offset: u64, parts: [&[u8]; 2]) -> io::Result<()> {
+        pwritev(&self.0, &parts.map(IoSlice::new), offset.cast_signed())?;
+        Ok(())
+    }
+}
+
+fn block_on<T>(future: impl Future<Output = T>) -> T {
+    let mut future = pin!(future);
+    loop {
+        match future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(result) => return result,
+            Poll::Pending => std::thread::yield_now(),
+        }
+    }
+}
+
+/// Returns the time of a write in µs: 20 MiB in blocks of 4 KiB, without an upload.
+fn engine(is_file: bool) -> f64 {
+    let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let store = Arc::new(Directory::open(directory.path(), 1).unwrap());
+    let description = Description {
+        volume: VolumeId([1; 16]),
+        nonce: Nonce([2; 16]),
+        size: SIZE,
+        page_bytes: 1 << 20,
+        parent: None,
+    };
+    block_on(Volume::create(store.clone(), &description)).unwrap();
+    let place = block_on(Place::find(store, Nonce([3; 16]))).unwrap();
+    assert!(block_on(place.claim(1, "bench")).unwrap());
+    let memory: Arc<dyn Memory> = match is_file {
+        true => Arc::new(Shared(tail_file(32 << 20))),
+        false => Arc::new(Own),
+    };
+    let keep = Keep { memory, owner: 1 };
+    let config = Config { object_bytes: 8 << 20, object_records: 1 << 16, ..Config::default() };
+    let volume = block_on(place.open_with(1, config, Some(&keep))).unwrap();
+    let mut random = Random(7);
+    let (data, writes) = ([7; BLOCK as usize], (20 << 20) / BLOCK);
+    let began = Instant::now();
+    for _ in 0..writes {
+        block_on(volume.write(random.offset(), &data)).unwrap();
+    }
+    began.elapsed().as_secs_f64() * 1e6 / writes as f64
+}
