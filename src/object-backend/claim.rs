@@ -10,6 +10,7 @@ pub(crate) mod record;
 use cleat_backend::claimant::Claimant;
 use cleat_core::clock::Clock;
 use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_grants::record::Refusal;
 use cleat_object::volume::{Failure, Newest, Place};
 
 use crate::errors::failed;
@@ -17,7 +18,7 @@ use decision::{Decision, Lost, Purpose, decide};
 use record::{Client, Owner, Seen, Use};
 
 /// How often a claim is attempted when other clients claim the volume at the same time.
-const MAX_ROUNDS: u32 = 3;
+pub(crate) const MAX_ROUNDS: u32 = 3;
 
 /// An attempt to claim a volume.
 pub(crate) struct Attempt<'a> {
@@ -63,6 +64,9 @@ impl Attempt<'_> {
                 Decision::Take => {}
                 Decision::Claimed(client) => return Err(claimed(self.name, &client)),
                 Decision::Unknown => return Err(unknown(self.name)),
+                Decision::Refused(refusal) => {
+                    return Err(refused(self.name, &refusal, self.claimant.grant));
+                }
                 Decision::Lost(lost) => return Ok(Err(lost)),
             }
             if seen.is_held() && self.only.is_some_and(|only| !only.contains(&seen.epoch)) {
@@ -95,6 +99,20 @@ fn claimed(name: &str, client: &Client) -> Error {
     Error::new(ErrorKind::InUse, format!("{name} is claimed by {}", client.describe())).with_repair(
         "unmap it there, or map it read-only here; to fence a client that may still write, use --take-over",
     )
+}
+
+fn refused(name: &str, refusal: &Refusal, grant: Option<u64>) -> Error {
+    let (what, repair) = match grant {
+        None | Some(0) => (
+            "without a grant".to_owned(),
+            "it is a volume of Kubernetes: use it in a pod; to take it from the cluster, use --take-over",
+        ),
+        Some(grant) => {
+            (format!("with generation {grant}"), "the controller grants a newer generation")
+        }
+    };
+    let message = format!("cannot claim {name} {what}: {refusal}");
+    Error::new(ErrorKind::InUse, message).with_repair(repair)
 }
 
 fn unknown(name: &str) -> Error {

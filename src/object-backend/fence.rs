@@ -18,21 +18,22 @@ use cleat_object::store::Store;
 use cleat_object::volume::Place;
 
 use crate::claim::decision::Purpose;
-use crate::claim::record::{self, Seen, Use};
+use crate::claim::record::{self, ADDRESS, Seen, Use};
 use crate::claim::{Attempt, newest};
-use crate::errors::{failed, wait};
+use crate::errors::{failed, no_answer, wait};
 use crate::executor::block_until;
 use crate::nonce::nonce;
 use crate::spec::VolumeAt;
-
-/// Begins the address of a client.
-const ADDRESS: &str = "epoch-";
 
 /// Access to the clients of a volume, which is found anew for each call.
 pub(crate) struct ObjectFence(pub(crate) VolumeAt);
 
 impl ObjectFence {
-    fn place(&self, deadline: Instant) -> Result<Place> {
+    /// Finds the volume.
+    ///
+    /// # Errors
+    /// Returns `NotFound` if it does not exist, and otherwise the error of the store.
+    pub(crate) fn place(&self, deadline: Instant) -> Result<Place> {
         let spec = &self.0;
         let credentials = CredentialSet::load(&spec.home.credential_files())?;
         let store: Arc<dyn Store> = spec.home.connect(&credentials)?.store(&spec.name)?;
@@ -103,12 +104,15 @@ pub(crate) fn end(
         let epoch = attempt.acquire().await?.map_err(|lost| {
             Error::new(ErrorKind::Internal, format!("internal: cannot claim {name}: {lost}"))
         })?;
-        place.end_earlier(epoch).await.map_err(|failure| failed(name, failure))
+        let ended = place.end_earlier(epoch).await;
+        // Only now nobody can write any more. A removal is not released: nobody may claim the volume then.
+        let released = match (ended, usage) {
+            (Ok(()), Use::Serve | Use::Fence) => place.release(epoch).await,
+            (other, _) => other,
+        };
+        released.map_err(|failure| failed(name, failure))
     });
-    ended.unwrap_or_else(|| {
-        let message = format!("the store of {name} has not answered in time");
-        Err(Error::new(ErrorKind::TimedOut, message).with_repair("repeat the command"))
-    })
+    ended.unwrap_or_else(|| Err(no_answer(name)))
 }
 
 /// Lists the client of the newest claim, and those that were fenced before.
@@ -128,7 +132,7 @@ fn clients(seen: &Seen) -> Vec<Client> {
 fn client(client: &record::Client, standing: Standing) -> Client {
     let named = |text: &str| (!text.is_empty()).then(|| text.to_owned());
     Client {
-        address: format!("{ADDRESS}{}", client.epoch),
+        address: client.address(),
         node: named(&client.node),
         boot_id: named(&client.boot_id),
         mapping_id: named(&client.mapping_id),
@@ -153,7 +157,7 @@ fn consequence(client: &Client, name: &str) -> String {
     )
 }
 
-fn epoch_of(address: &str) -> Result<u64> {
+pub(crate) fn epoch_of(address: &str) -> Result<u64> {
     let epoch = address.strip_prefix(ADDRESS).and_then(|epoch| epoch.parse().ok());
     epoch.ok_or_else(|| {
         invalid(format!("{address:?} is not the address of a client"))

@@ -26,6 +26,7 @@ mod connection;
 mod errors;
 mod executor;
 mod fence;
+mod granted;
 mod home;
 mod image;
 mod manage;

@@ -12,9 +12,11 @@ use cleat_backend::{
     StoreParser, StoreSpec, Stored, VolumeSpec,
 };
 use cleat_core::error::Result;
+use cleat_grants::storage::Fencing;
 
 use crate::connection::Access;
 use crate::fence::ObjectFence;
+use crate::granted::GrantRecord;
 use crate::home::{Home, directory};
 use crate::image::{ObjectImage, TAIL_BYTES};
 use crate::manage::ObjectStore;
@@ -131,6 +133,10 @@ impl VolumeSpec for VolumeAt {
 
     fn fence(&self) -> Result<Option<Box<dyn Fence>>> {
         Ok(Some(Box::new(ObjectFence(self.clone()))))
+    }
+
+    fn grant_record(&self) -> Result<Option<Arc<dyn Fencing>>> {
+        Ok(Some(Arc::new(GrantRecord(self.clone()))))
     }
 
     fn stored(&self) -> Result<Option<Stored>> {

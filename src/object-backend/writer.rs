@@ -8,7 +8,7 @@ use cleat_object::volume::{Config, Failure, Place, Volume};
 use crate::claim::Attempt;
 use crate::claim::decision::Purpose;
 use crate::claim::record::Use;
-use crate::errors::failed;
+use crate::errors::{failed, no_answer};
 use crate::executor::{Executor, block_until};
 use crate::timeouts::{CALL_TIMEOUT, after};
 
@@ -49,9 +49,5 @@ where
         let released = place.release(epoch).await;
         changed.and_then(|changed| released.map(|()| changed)).map_err(|f| failed(shown, f))
     });
-    changed.unwrap_or_else(|| {
-        let message = format!("the store of {shown} does not answer");
-        Err(Error::new(ErrorKind::TimedOut, message)
-            .with_repair("check that the store can be reached, then repeat the command"))
-    })
+    changed.unwrap_or_else(|| Err(no_answer(shown)))
 }

@@ -1,4 +1,4 @@
-//! The record of grants of RBD images, on a real cluster: a node that is fenced writes nothing, and no client claims
+//! The record of grants of RBD images and of volumes of objects, on a real cluster and in a directory: a node that is fenced writes nothing, and no client claims
 //! with a generation that is sealed or too old.
 
 use std::sync::Arc;
@@ -10,12 +10,14 @@ use cleat_backend::claimant::{Claimant, ProcessMark, boot_id};
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::request::IoError;
 use cleat_grants::object::{Generation, Mode};
-use cleat_grants::record::Target;
+use cleat_grants::record::{Record, Target};
 use cleat_grants::storage::Fencing;
 use test_kit::ceph::{ID, shared};
+use test_kit::temp::on_disk;
 
 use crate::checks::pattern;
 use crate::client::{Local, Volume, write};
+use crate::places::{make_objects, s3_store};
 use crate::rbd::{MIB, fresh, refused_to};
 
 fn deadline() -> Instant {
@@ -78,7 +80,7 @@ fn a_fenced_generation_writes_nothing_and_cannot_claim_again() {
         &shared().keyring("admin").to_string_lossy(),
     );
     let storage = record_of(&admin);
-    assert_eq!(storage.record(deadline()).unwrap(), cleat_grants::record::Record::default());
+    assert_eq!(storage.record(deadline()).unwrap(), Record::default());
     let volume = REGISTRY.volume(&uri).unwrap();
     let first = Local::open(&volume, granted("a", 3));
     let mut client = first.client();
@@ -157,4 +159,97 @@ fn only_the_claim_of_a_client_that_has_ended_is_released() {
     // The same generation may be claimed again.
     drop((client, second));
     drop(Local::open(&volume, granted("a", 1)));
+}
+
+/// Both kinds of stores of objects. The directory must live as long as its volume.
+fn on_objects(check: impl Fn(&str)) {
+    let directory = tempfile::Builder::new().prefix("grants-").tempdir_in(on_disk()).unwrap();
+    let prefix = directory.path().file_name().unwrap().to_str().unwrap();
+    for store in [format!("dir:{}", directory.path().display()), s3_store(prefix)] {
+        check(&make_objects(&store, 8 * MIB));
+    }
+}
+
+#[test]
+fn a_fenced_generation_of_a_volume_of_objects_writes_nothing_and_cannot_claim_again() {
+    on_objects(|uri| {
+        let (storage, volume) = (record_of(uri), REGISTRY.volume(uri).unwrap());
+        assert_eq!(storage.record(deadline()).unwrap(), Record::default());
+        let first = Local::open(&volume, granted("a", 3));
+        let mut client = first.client();
+        client.one(write(0, &pattern(1, 4096)));
+        let record = storage.record(deadline()).unwrap();
+        let claim = record.claim_of("a").unwrap();
+        assert_eq!((claim.generation, record.generation), (Generation(3), Generation(3)));
+        check_refused(uri, &granted("b", 4), "is claimed by mapping mapping on a on node a");
+
+        storage.fence(&target("a", 3), deadline()).unwrap();
+        assert_eq!(client.try_one(write(0, &pattern(2, 4096))), Err(IoError::Fenced));
+        let record = storage.record(deadline()).unwrap();
+        assert!(record.proof_of(&target("a", 3)).unwrap().contains("is sealed"), "{record:?}");
+        check_refused(uri, &granted("a", 3), "the generation was fenced");
+        check_refused(uri, &granted("a", 2), "the storage is at generation 3 already");
+        check_refused(uri, &granted("b", 0), "without a grant");
+
+        let second = Local::open(&volume, granted("b", 4));
+        second.client().one(write(4096, &pattern(3, 4096)));
+        // A controller with an old view.
+        storage.fence(&target("a", 3), deadline()).unwrap();
+        storage.fence(&target("b", 3), deadline()).unwrap();
+        second.client().one(write(8192, &pattern(4, 4096)));
+        drop((client, first));
+        let read = second.client().read(0, 12288);
+        assert!(read[..4096] == pattern(1, 4096) && read[8192..] == pattern(4, 4096));
+        drop(second);
+        assert!(
+            storage.record(deadline()).unwrap().claims.is_empty(),
+            "closing released the claim"
+        );
+        // A node that has not claimed.
+        storage.fence(&target("c", 5), deadline()).unwrap();
+        check_refused(uri, &granted("c", 5), "the generation was fenced");
+        let other = Target { mode: Mode::ReadOnly, ..target("a", 6) };
+        assert_eq!(storage.fence(&other, deadline()).unwrap_err().kind(), ErrorKind::Unsupported);
+        drop(Local::open(&volume, granted("b", 6)));
+        assert_eq!(record_of_missing(uri), ErrorKind::NotFound);
+    });
+}
+
+fn record_of_missing(uri: &str) -> ErrorKind {
+    let (path, options) = uri.split_once('?').unwrap_or((uri, ""));
+    let missing = format!("{path}-missing{}{options}", if options.is_empty() { "" } else { "?" });
+    record_of(&missing).record(deadline()).unwrap_err().kind()
+}
+
+#[test]
+fn only_the_claim_of_a_client_of_objects_that_has_ended_is_released() {
+    on_objects(|uri| {
+        let (storage, volume) = (record_of(uri), REGISTRY.volume(uri).unwrap());
+        let claimed = || storage.record(deadline()).unwrap().claim_of("a").unwrap().client.clone();
+        // Of this boot, so that its process counts.
+        let mut options = granted("a", 1);
+        options.claimant.boot_id = boot_id().unwrap();
+        let first = Local::open(&volume, options.clone());
+        let address = claimed();
+        let error = storage.release("a", &address, deadline()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InUse, "{}", error.report());
+        first.client().one(write(0, &pattern(1, 4096)));
+        drop(first);
+        storage.release("a", &address, deadline()).unwrap();
+
+        // A client whose process has ended, as far as its record says.
+        options.claimant.process =
+            ProcessMark::own().map(|own| ProcessMark { pid: u32::MAX, ..own });
+        let second = Local::open(&volume, options);
+        let mut client = second.client();
+        let next = claimed();
+        storage.release("a", &address, deadline()).unwrap();
+        assert_eq!(claimed(), next, "the claim of a later client stays");
+        storage.release("a", &next, deadline()).unwrap();
+        assert_eq!(client.try_one(write(0, &pattern(2, 4096))), Err(IoError::Fenced));
+        assert!(storage.record(deadline()).unwrap().claims.is_empty());
+        // The generation is not sealed.
+        drop((client, second));
+        drop(Local::open(&volume, granted("a", 1)));
+    });
 }

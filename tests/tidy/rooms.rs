@@ -21,7 +21,7 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("statistics", &["core", "sys"]),
     ("backend", &["core", "grants", "sys"]),
     ("rbd", &["backend", "core", "grants", "sys"]),
-    ("object-backend", &["backend", "core", "object", "sys"]),
+    ("object-backend", &["backend", "core", "grants", "object", "sys"]),
     ("export", &["backend", "core", "nbd", "statistics", "sys"]),
     ("worker-protocol", &["backend", "core", "sys"]),
     (

@@ -7,6 +7,7 @@
 use std::fmt;
 
 use cleat_backend::claimant::{Claimant, is_same_node};
+use cleat_grants::record::Refusal;
 
 use super::record::{Client, Seen};
 
@@ -28,6 +29,8 @@ pub(crate) enum Decision {
     Claimed(Client),
     /// A client has a claim that this build does not know.
     Unknown,
+    /// The record of the grants does not admit the generation of the claimant's grant.
+    Refused(Refusal),
     /// The mapping must not resume its device: data that its users have read may be outdated.
     Lost(Lost),
 }
@@ -35,6 +38,8 @@ pub(crate) enum Decision {
 /// Why a mapping must not resume its device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Lost {
+    /// The generation of its grant was fenced.
+    Refused(Refusal),
     /// This client of another mapping has claimed the volume since.
     Claimed(Client),
     /// The claim of the mapping is missing, or a later one that this build does not know exists.
@@ -45,6 +50,7 @@ pub(crate) enum Lost {
 impl fmt::Display for Lost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::Refused(refusal) => write!(f, "{refusal}"),
             Self::Claimed(client) => write!(f, "it was claimed by {}", client.describe()),
             Self::NoClaim => f.write_str("its claim is missing"),
         }
@@ -54,14 +60,20 @@ impl fmt::Display for Lost {
 /// Decides whether `claimant` may claim the volume.
 pub(crate) fn decide(seen: &Seen, claimant: &Claimant, purpose: Purpose) -> Decision {
     let is_handover = purpose == Purpose::Handover;
+    let refusal = seen.refusal(claimant);
     if claimant.resumes || is_handover {
         match &seen.owner {
             None => return Decision::Lost(Lost::NoClaim),
             Some(owner) if owner.client.mapping_id != claimant.mapping_id => {
-                return Decision::Lost(Lost::Claimed(owner.client.clone()));
+                let claimed = || Lost::Claimed(owner.client.clone());
+                let sealed = refusal.filter(|why| *why == Refusal::Sealed);
+                return Decision::Lost(sealed.map_or_else(claimed, Lost::Refused));
             }
             Some(_) => {}
         }
+    }
+    if let Some(refusal) = refusal.filter(|_| !is_handover && !claimant.take_over) {
+        return Decision::Refused(refusal);
     }
     if !seen.is_held() || claimant.take_over && !is_handover {
         return Decision::Take;
@@ -92,6 +104,8 @@ fn may_replace(client: &Client, claimant: &Claimant) -> bool {
 #[cfg(test)]
 mod tests {
     use cleat_backend::claimant::ProcessMark;
+    use cleat_grants::object::{Generation, Mode};
+    use cleat_grants::record::Target;
 
     use super::*;
     use crate::claim::record::{Owner, Use};
@@ -137,6 +151,45 @@ mod tests {
         let dead = claimed(&Claimant { process: Some(ended), ..me }, Use::Serve);
         assert_eq!(decide(&dead, &claimant("n", "b", "x"), Purpose::Open), Decision::Take);
         assert!(refused(&dead, &claimant("o", "c", "x")), "a process of another machine");
+    }
+
+    #[test]
+    fn a_generation_that_is_sealed_or_too_old_claims_nothing() {
+        let granted = |generation| Claimant { grant: Some(generation), ..claimant("n", "b", "m") };
+        let seen = claimed(&granted(3), Use::Serve);
+        let record = seen.record();
+        let target = |generation: u64| Target {
+            node: "n".into(),
+            generation: Generation(generation),
+            mode: Mode::ReadWrite,
+        };
+        assert_eq!(record.claim_of("n").unwrap().client, "epoch-1");
+        let refused = |seen: &Seen, generation| {
+            matches!(decide(seen, &granted(generation), Purpose::Open), Decision::Refused(_))
+        };
+        assert!(refused(&seen, 2) && refused(&seen, 0) && !refused(&seen, 3));
+        let by = claimant("controller", "c", "x");
+        let owner = Owner::after(&seen, &by, Use::Fence, 7).sealed(&record.seal(&target(3), None));
+        let owner = Owner::read(&owner.text().unwrap()).expect("it was written by this build");
+        let mut fence = Seen { epoch: 2, owner: Some(owner), is_released: false };
+        // The fence has not ended, so its client may still write.
+        assert_eq!(fence.record().proof_of(&target(3)), None);
+        assert_eq!(fence.record().claim_of("n").unwrap().client, "epoch-1");
+        fence.is_released = true;
+        assert!(fence.record().proof_of(&target(3)).is_some());
+        assert!(refused(&fence, 3) && refused(&fence, 0) && !refused(&fence, 4));
+        let resumes = Claimant { resumes: true, ..granted(3) };
+        let lost = decide(&fence, &resumes, Purpose::Open);
+        assert_eq!(lost, Decision::Lost(Lost::Refused(Refusal::Sealed)));
+        // A command does not use the volume.
+        assert_eq!(decide(&fence, &claimant("o", "d", "y"), Purpose::Open), Decision::Take);
+        let next = claimed_after(&fence, &granted(4));
+        assert!(refused(&next, 3), "the record outlives a claim");
+    }
+
+    fn claimed_after(seen: &Seen, by: &Claimant) -> Seen {
+        let owner = Owner::after(seen, by, Use::Serve, 7);
+        Seen { epoch: seen.epoch + 1, owner: Some(owner), is_released: false }
     }
 
     #[test]
@@ -194,7 +247,7 @@ mod tests {
     fn a_claim_of_another_version_is_unknown_and_only_forced() {
         let text = claimed(&claimant("n", "b", "m"), Use::Serve).owner.unwrap().text().unwrap();
         for wrong in [
-            text.replace("\"version\":1", "\"version\":2"),
+            text.replace("\"version\":1", "\"version\":3"),
             text.replace("\"serve\"", "\"other\""),
             text.replace("\"n\"", &format!("{:?}", "n".repeat(300))),
             "{}".to_owned(),
