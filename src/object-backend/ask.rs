@@ -1,5 +1,5 @@
-//! Changes of the snapshots of a volume that another client serves. Only its writer may append to the log, so a
-//! command asks the writer through the store:
+//! Changes of a volume that another client serves: of its snapshots, and of its size. Only its writer may append to
+//! the log, so a command asks the writer through the store:
 //!
 //! ```text
 //! ask/NUMBER       created by the command, deleted by the writer
@@ -42,6 +42,8 @@ pub(crate) enum Change {
     Take { name: String, created_at_s: u64 },
     /// Delete the snapshot with this name.
     Delete { name: String },
+    /// Give the volume at least this size, in bytes.
+    Grow { size: u64 },
 }
 
 #[derive(Serialize, Deserialize)]
@@ -86,6 +88,8 @@ pub(crate) async fn execute(
             Some(snapshot) => volume.delete_snapshot(snapshot.id).await.map(|()| true),
             None => Ok(false),
         },
+        Change::Grow { size } if volume.size() >= *size => Ok(false),
+        Change::Grow { size } => volume.grow(*size).await.map(|()| true),
     }
 }
 

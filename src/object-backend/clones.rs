@@ -12,6 +12,7 @@ use cleat_object::volume::{NewClone, Place};
 use crate::errors::{no_snapshot, wait};
 use crate::home::Home;
 use crate::image::identity;
+use crate::labels::VolumeLabels;
 use crate::manage::{ObjectStore, check_layout};
 use crate::nonce::random;
 use crate::spec::VolumeAt;
@@ -44,6 +45,7 @@ impl CloneStore for ObjectStore {
                 );
             }
             let is_complete = wait(&clone.shown(), after(CALL_TIMEOUT), existing.is_pinned())?;
+            self.check_labels(name, &existing, &layout.labels)?;
             wait(&shown, after(CALL_TIMEOUT), place.pin(found.id, own.volume))?;
             return Ok(!is_complete);
         }
@@ -53,6 +55,8 @@ impl CloneStore for ObjectStore {
             store: self.connection.store(name)?,
             location: parent.name.clone(),
         };
+        let labels = VolumeLabels { store: &*new.store, shown: &clone.shown(), volume: new.volume };
+        labels.set(&layout.labels)?;
         wait(&shown, after(CALL_TIMEOUT), place.create_clone(found.id, &new)).map(|()| true)
     }
 

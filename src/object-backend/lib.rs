@@ -29,6 +29,7 @@ mod fence;
 mod granted;
 mod home;
 mod image;
+mod labels;
 mod manage;
 mod naming;
 mod nonce;

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use cleat_backend::CredentialSet;
 use cleat_backend::claimant::Claimant;
 use cleat_backend::store::{
-    CheckStore, CloneStore, Entry, Failure, Info, Layout, Listing, Page, Progress, Removal,
-    Removed, SnapshotStore, Store, Watcher,
+    CheckStore, CloneStore, Entry, Failure, Info, LabelStore, Labels, Layout, Listing, Page,
+    Progress, Removal, Removed, SnapshotStore, Store, Watcher,
 };
 use cleat_backend::uri::{Size, VolumeUri, invalid};
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -16,6 +16,7 @@ use cleat_object::name::{Name, VolumeId};
 use cleat_object::store as objects;
 use cleat_object::volume::{Config, Place, Volume};
 
+use crate::ask::{Change, ask, execute};
 use crate::claim::newest;
 use crate::claim::record::Use;
 use crate::connection::Connection;
@@ -24,6 +25,7 @@ use crate::executor::block_until;
 use crate::fence::end;
 use crate::home::Home;
 use crate::image::identity;
+use crate::labels::VolumeLabels;
 use crate::nonce::{nonce, random};
 use crate::parents;
 use crate::spec::VolumeAt;
@@ -95,6 +97,60 @@ impl ObjectStore {
         wait(&volume.shown(), after(CALL_TIMEOUT), place.view(Config::default()))
     }
 
+    /// Carries out a change of the volume. Returns whether anything has changed.
+    ///
+    /// # Errors
+    /// Fails as [`ask`] does if a client serves the volume, and otherwise as [`change`] does.
+    pub(crate) fn change_content(
+        &self,
+        volume: &VolumeAt,
+        place: &Place,
+        wanted: &Change,
+    ) -> Result<bool> {
+        let shown = volume.shown();
+        let changed =
+            change(place, &shown, &self.claimant, async |opened| execute(&opened, wanted).await);
+        let seen = match changed {
+            Err(error) if error.kind() == ErrorKind::InUse => {
+                let seen = wait(&shown, after(CALL_TIMEOUT), newest(place))?;
+                if !seen.is_held() {
+                    return Err(error);
+                }
+                seen
+            }
+            other => return other,
+        };
+        let store = self.connection.store(&volume.name)?;
+        ask(&*store, &shown, (seen.epoch, wanted), after(CALL_TIMEOUT))
+    }
+
+    /// Reads the labels of a volume.
+    ///
+    /// # Errors
+    /// Fails as [`VolumeLabels::read`] does.
+    pub(crate) fn labels_of(&self, name: &str, place: &Place) -> Result<Labels> {
+        self.with_labels(name, place, |labels| labels.read())
+    }
+
+    /// Checks that an existing volume has the labels of a new one.
+    ///
+    /// # Errors
+    /// Fails as [`VolumeLabels::check`] does.
+    pub(crate) fn check_labels(&self, name: &str, place: &Place, wanted: &Labels) -> Result<()> {
+        self.with_labels(name, place, |labels| labels.check(wanted))
+    }
+
+    fn with_labels<T>(
+        &self,
+        name: &str,
+        place: &Place,
+        work: impl FnOnce(VolumeLabels<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let (store, shown) = (self.connection.store(name)?, self.home.shown(name));
+        let volume = place.description().volume;
+        work(VolumeLabels { store: &*store, shown: &shown, volume })
+    }
+
     fn entry(&self, name: String, details: bool) -> Result<Entry> {
         let volume = self.volume(&name)?;
         let uri = VolumeUri::new(Arc::new(volume)).to_string();
@@ -128,6 +184,7 @@ impl Store for ObjectStore {
         if let Some((volume, place)) = self.find(name)? {
             let now = Self::view(&volume, &place)?.size();
             if now == size {
+                self.check_labels(name, &place, &layout.labels)?;
                 return Ok(false);
             }
             let (now, size, name) = (Size(now), Size(size), volume.shown());
@@ -141,6 +198,8 @@ impl Store for ObjectStore {
         let volume = VolumeId(random()?);
         let description =
             Description { volume, nonce: nonce()?, size, page_bytes: PAGE_BYTES, parent: None };
+        let labels = VolumeLabels { store: &*store, shown: &shown, volume };
+        labels.set(&layout.labels)?;
         let created = Volume::create(Arc::clone(&store), &description);
         wait(&shown, after(CALL_TIMEOUT), created)?;
         check_conditional(&*store, &shown, &description).map(|()| true)
@@ -192,8 +251,7 @@ impl Store for ObjectStore {
                 false => invalid(message),
             });
         }
-        change(&place, &shown, &self.claimant, async |opened| opened.grow(size).await)
-            .map(|()| true)
+        self.change_content(&volume, &place, &Change::Grow { size })
     }
 
     fn list(&self, page: &Page) -> Result<Listing> {
@@ -207,6 +265,7 @@ impl Store for ObjectStore {
         let (volume, place) = self.existing(name)?;
         let shown = volume.shown();
         let seen = wait(&shown, after(CALL_TIMEOUT), newest(&place))?;
+        let labels = self.labels_of(name, &place)?;
         let view = Self::view(&volume, &place)?;
         let snapshots = view.snapshots();
         if let Some(snapshot) = snapshot {
@@ -248,6 +307,7 @@ impl Store for ObjectStore {
             parent: Self::parent(&place),
             snapshots: snapshots.into_iter().map(described).collect(),
             clones: Some(clones),
+            labels,
             ..Info::default()
         })
     }
@@ -260,6 +320,10 @@ impl Store for ObjectStore {
         Some(self)
     }
 
+    fn labels(&self) -> Option<&dyn LabelStore> {
+        Some(self)
+    }
+
     fn checks(&self) -> Option<&dyn CheckStore> {
         Some(self)
     }
@@ -269,12 +333,19 @@ impl Store for ObjectStore {
     }
 }
 
-/// Checks that a new volume is to have no layout.
+impl LabelStore for ObjectStore {
+    fn set(&self, name: &str, changes: &Labels) -> Result<bool> {
+        let (_, place) = self.existing(name)?;
+        self.with_labels(name, &place, |labels| labels.set(changes))
+    }
+}
+
+/// Checks that a new volume is to have no layout but labels.
 pub(crate) fn check_layout(layout: &Layout) -> Result<()> {
-    if *layout == Layout::default() {
+    if *layout == (Layout { labels: layout.labels.clone(), ..Layout::default() }) {
         return Ok(());
     }
-    let message = "volumes on an object store have no layout and no labels";
+    let message = "volumes on an object store have no layout";
     Err(Error::new(ErrorKind::Unsupported, message)
         .with_repair("remove these options, or create an RBD image"))
 }

@@ -4,38 +4,13 @@
 use cleat_backend::store::{Progress, Snapshot, SnapshotStore};
 use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_object::volume::Place;
 
-use crate::ask::{Change, ask, execute};
-use crate::claim::newest;
-use crate::errors::{no_snapshot, wait};
+use crate::ask::Change;
+use crate::errors::no_snapshot;
 use crate::manage::ObjectStore;
 use crate::naming::check_name;
-use crate::spec::VolumeAt;
 use crate::table::described;
-use crate::timeouts::{CALL_TIMEOUT, after};
 use crate::writer::change;
-
-impl ObjectStore {
-    /// Carries out a change of the snapshots. Returns whether anything has changed.
-    fn change_snapshots(&self, volume: &VolumeAt, place: &Place, wanted: &Change) -> Result<bool> {
-        let shown = volume.shown();
-        let changed =
-            change(place, &shown, &self.claimant, async |opened| execute(&opened, wanted).await);
-        let seen = match changed {
-            Err(error) if error.kind() == ErrorKind::InUse => {
-                let seen = wait(&shown, after(CALL_TIMEOUT), newest(place))?;
-                if !seen.is_held() {
-                    return Err(error);
-                }
-                seen
-            }
-            other => return other,
-        };
-        let store = self.connection.store(&volume.name)?;
-        ask(&*store, &shown, (seen.epoch, wanted), after(CALL_TIMEOUT))
-    }
-}
 
 impl SnapshotStore for ObjectStore {
     fn list(&self, name: &str) -> Result<Vec<Snapshot>> {
@@ -51,7 +26,7 @@ impl SnapshotStore for ObjectStore {
             return Ok(false);
         }
         let wanted = Change::Take { name: snapshot.to_owned(), created_at_s: SystemClock.unix_s() };
-        self.change_snapshots(&volume, &place, &wanted)
+        self.change_content(&volume, &place, &wanted)
     }
 
     fn remove(&self, name: &str, snapshot: &str) -> Result<bool> {
@@ -61,7 +36,7 @@ impl SnapshotStore for ObjectStore {
             return Ok(false);
         }
         let wanted = Change::Delete { name: snapshot.to_owned() };
-        self.change_snapshots(&volume, &place, &wanted)
+        self.change_content(&volume, &place, &wanted)
     }
 
     fn protect(&self, _name: &str, _snapshot: &str, _protect: bool) -> Result<bool> {
@@ -94,6 +69,8 @@ mod tests {
     use crate::executor::block_until;
     use crate::home::Home;
     use crate::image::ObjectImage;
+    use crate::spec::VolumeAt;
+    use crate::timeouts::{CALL_TIMEOUT, after};
 
     const SIZE: u64 = 1 << 20;
 
@@ -156,6 +133,8 @@ mod tests {
         let options = OpenOptions { claimant: claimant("m"), ..OpenOptions::default() };
         let image = ObjectImage::open(&spec, &options).unwrap();
         assert!(take(&store, "two").unwrap(), "the writer was asked");
+        assert!(Store::resize(&store, "v", 2 * SIZE, false, &mut on).unwrap());
+        assert!(!Store::resize(&store, "v", 2 * SIZE, false, &mut on).unwrap());
         assert!(!take(&store, "two").unwrap(), "it exists");
         assert_eq!(kind(store.rollback("v", "one", &mut on)), Some(ErrorKind::InUse));
         let one = ObjectImage::open(&spec.at("one"), &options).unwrap();

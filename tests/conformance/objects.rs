@@ -6,7 +6,7 @@ use cleat::backends::REGISTRY;
 use cleat_backend::OpenOptions;
 use cleat_backend::claimant::{Claimant, ProcessMark};
 use cleat_backend::fence::Standing;
-use cleat_backend::store::{Checked, Layout, Page, Source};
+use cleat_backend::store::{Checked, Labels, Layout, Page, Source};
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::request::{IoError, Op};
 use test_kit::ceph::{BUCKET, shared};
@@ -205,12 +205,27 @@ fn volumes_are_managed_in_their_store(store: &Store) {
     let place = REGISTRY.store(&store.uri).unwrap();
     let connected = place.connect().unwrap();
     let plain = Layout::default();
+    let labels = |key: &str, value: &str| Labels::from([(key.to_owned(), value.to_owned())]);
     for name in ["b", "a-b", "a"] {
         assert!(connected.create(name, MIB, &plain).unwrap(), "{name}");
         assert!(!connected.create(name, MIB, &plain).unwrap(), "{name}");
     }
+    let labelled = |key, value| Layout { labels: labels(key, value), ..Layout::default() };
     let error = connected.create("a", 2 * MIB, &plain).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::AlreadyExists, "{}", error.report());
+    assert!(connected.create("labels", MIB, &labelled("one", "1")).unwrap());
+    assert!(!connected.create("labels", MIB, &labelled("one", "1")).unwrap());
+    let error = connected.create("labels", MIB, &labelled("one", "2")).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::AlreadyExists, "{}", error.report());
+    let changed = connected.labels().unwrap();
+    assert!(changed.set("labels", &labels("two", "2")).unwrap());
+    assert!(!changed.set("labels", &labels("two", "2")).unwrap());
+    assert!(changed.set("labels", &labels("one", "")).unwrap());
+    assert_eq!(connected.info("labels", None).unwrap().labels, labels("two", "2"));
+    assert!(connected.remove("labels", NOW, &mut go_on()).unwrap().changed);
+    assert!(connected.create("labels", MIB, &plain).unwrap());
+    assert_eq!(connected.info("labels", None).unwrap().labels, Labels::new());
+    assert!(connected.remove("labels", NOW, &mut go_on()).unwrap().changed);
     let page =
         |after: Option<&str>| Page { after: after.map(str::to_owned), limit: 2, details: true };
     let first = connected.list(&page(None)).unwrap();
@@ -230,13 +245,12 @@ fn volumes_are_managed_in_their_store(store: &Store) {
     let info = connected.info("a", None).unwrap();
     assert_eq!((info.size_bytes, info.used_bytes), (3 * MIB, Some(4096)));
     assert_eq!((info.watchers.len(), info.claim.is_some()), (1, true));
-    for error in [
-        connected.resize("a", 4 * MIB, false, &mut go_on()).unwrap_err(),
-        connected.remove("a", NOW, &mut go_on()).unwrap_err(),
-    ] {
-        assert_eq!(error.kind(), ErrorKind::InUse, "{}", error.report());
-        assert!(error.message().contains("on node one"), "{error}");
-    }
+    let error = connected.remove("a", NOW, &mut go_on()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InUse, "{}", error.report());
+    assert!(error.message().contains("on node one"), "{error}");
+    assert!(connected.resize("a", 4 * MIB, false, &mut go_on()).unwrap(), "its writer was asked");
+    assert_eq!(connected.info("a", None).unwrap().size_bytes, 4 * MIB);
+    wait_until("the image knows its new size", || volume.size() == 4 * MIB);
     drop(volume);
     assert!(connected.remove("a", NOW, &mut go_on()).unwrap().changed);
     assert!(!connected.remove("a", NOW, &mut go_on()).unwrap().changed);

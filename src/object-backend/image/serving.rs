@@ -143,5 +143,6 @@ async fn watch(volume: Volume, shared: Arc<Shared>, store: Arc<Watched>) {
             return;
         }
         answered.answer(&*store, &volume).await;
+        shared.note_size(volume.size());
     }
 }

@@ -108,6 +108,13 @@ impl Shared {
         self.size.store(size, Ordering::Release);
     }
 
+    /// Records the size, and wakes the owner of the image if it has changed.
+    pub(crate) fn note_size(&self, size: u64) {
+        if self.size.swap(size, Ordering::AcqRel) != size {
+            self.wake();
+        }
+    }
+
     pub(crate) fn is_fenced(&self) -> bool {
         self.is_fenced.load(Ordering::Acquire)
     }
