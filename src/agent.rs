@@ -104,7 +104,7 @@ impl Grants for NodeGrants {
         match VolumeId::parse(id) {
             // No other node reaches a file.
             Some(VolumeId::File { .. }) => Ok(Permission::default()),
-            Some(VolumeId::Rbd { .. }) => {
+            Some(VolumeId::Rbd { .. } | VolumeId::Object { .. }) => {
                 let admission = self.0.admit(id, deadline).await?;
                 let generation = admission.generation().0;
                 Ok(Permission { generation, kept: Some(Box::new(KeptAdmission(admission))) })
@@ -123,7 +123,9 @@ impl Grants for NodeGrants {
 
     async fn released(&self, id: &str, deadline: Instant) -> bool {
         match VolumeId::parse(id) {
-            Some(VolumeId::Rbd { .. }) => self.0.released(id, deadline).await,
+            Some(VolumeId::Rbd { .. } | VolumeId::Object { .. }) => {
+                self.0.released(id, deadline).await
+            }
             _ => true,
         }
     }

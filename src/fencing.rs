@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_csi::{VolumeId, image_uri};
+use cleat_csi::{VolumeId, remote_uri};
 use cleat_kube::storage::{Backing, Storage};
 
 use crate::backends::REGISTRY;
@@ -29,7 +29,7 @@ impl Storage for Volumes {
         let Some(clusters) = &self.clusters else {
             return Err(refused(handle, "the controller runs without --clusters"));
         };
-        let uri = image_uri(clusters, &id)?;
+        let uri = remote_uri(clusters, &id)?;
         let record = uri.map(|uri| REGISTRY.volume(&uri)?.spec().grant_record()).transpose()?;
         let record = record.flatten().ok_or_else(|| refused(handle, "its storage has no records"));
         record.map(Backing::Granted)

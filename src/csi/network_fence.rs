@@ -225,6 +225,11 @@ impl Storage {
             }
             _ => error,
         })?;
+        if known.store.is_some() {
+            let message = format!("{} is an object store, which knows no addresses", self.cluster);
+            return Err(Error::new(ErrorKind::Unsupported, message)
+                .with_repair("fence the clients of a volume: cleat fence"));
+        }
         let listed = known.pools.first().map(|pool| pool.split('/').next().unwrap_or(pool));
         let pool = self.pool.as_deref().or(listed).ok_or_else(|| {
             let message = format!(

@@ -22,14 +22,22 @@ const MAX_CLUSTERS: u64 = 1 << 20;
 /// The option of a URI with which several nodes write to an image.
 const SHARED: &str = "lock=shared";
 
+/// The beginnings of the URIs of object stores.
+const OBJECT_STORES: [&str; 4] = ["dir:", "s3:", "gs:", "az:"];
+
 /// One entry of the file of clusters, in the form of ceph-csi's `config.json`, with fields of its own that
-/// ceph-csi ignores. Other fields of ceph-csi are ignored.
+/// ceph-csi ignores. Other fields of ceph-csi are ignored. The entry of an object store has `store` and none of the
+/// fields of a Ceph cluster.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct Cluster {
     #[serde(rename = "clusterID")]
     cluster_id: String,
+    #[serde(default)]
     monitors: Vec<String>,
+    /// The URI of an object store.
+    #[serde(default)]
+    pub(crate) store: Option<String>,
     #[serde(default)]
     pub(crate) rbd: ClusterRbd,
     /// The Ceph client, without `client.`; absent: admin.
@@ -51,6 +59,26 @@ pub(crate) struct ClusterRbd {
 }
 
 impl Cluster {
+    /// Checks that the entry is that of a Ceph cluster or of an object store.
+    fn check(&self) -> Result<()> {
+        let id = &self.cluster_id;
+        let problem = match &self.store {
+            None if self.monitors.is_empty() => "has neither monitors nor a store",
+            None => return Ok(()),
+            Some(_) if !(self.monitors.is_empty() && self.pools.is_empty()) => {
+                "has a store, and so neither monitors nor pools"
+            }
+            Some(store) if OBJECT_STORES.iter().any(|scheme| store.starts_with(scheme)) => {
+                return Ok(());
+            }
+            Some(_) => "has a store that is not the URI of an object store",
+        };
+        Err(Error::new(ErrorKind::InvalidArgument, format!("the cluster {id:?} {problem}"))
+            .with_repair(
+                "write \"monitors\": [\"HOST:PORT\"] for Ceph, or \"store\": \"s3://BUCKET?endpoint=…\"",
+            ))
+    }
+
     /// Returns the options of a URI that reach the cluster as the configured client, or as `client` with the
     /// keyring at that path.
     fn options(&self, client: Option<(&str, &Path)>) -> String {
@@ -164,11 +192,15 @@ fn uri(
         return Ok(uri.clone());
     }
     if attributes.static_volume {
-        let pool = attributes.pool.clone().ok_or_else(|| missing("pool"))?;
         let cluster = attributes.cluster.clone().ok_or_else(|| missing("clusterID"))?;
-        let image = attributes.image.clone().unwrap_or_else(|| id.to_owned());
-        let namespace = attributes.namespace.as_deref();
-        return rbd(config, (&cluster, &pool, namespace, &image), client);
+        let name = attributes.image.as_deref().unwrap_or(id);
+        let Some(pool) = &attributes.pool else {
+            return match self::cluster(config, &cluster)?.store {
+                Some(_) => object(config, &cluster, name),
+                None => Err(missing("pool")),
+            };
+        };
+        return rbd(config, (&cluster, pool, attributes.namespace.as_deref(), name), client);
     }
     match VolumeId::parse(id) {
         None => Err(unknown(id)),
@@ -187,18 +219,24 @@ fn uri(
         Some(VolumeId::Rbd { cluster, pool, namespace, image }) => {
             rbd(config, (&cluster, &pool, Some(&namespace), &image), client)
         }
+        Some(VolumeId::Object { cluster, name }) => object(config, &cluster, &name),
     }
 }
 
-/// Returns the URI of an RBD image for a process that is no node and has no secrets of the volume. `clusters` is the
-/// path of the file of clusters. Returns `None` for an id of another volume. Blocks as reading the file does.
+/// Returns the URI of a volume that several nodes reach, for a process that is no node and has no secrets of the volume.
+/// `clusters` is the path of the file of clusters. Returns `None` for the id of a file. Blocks as reading the file does.
 ///
 /// # Errors
 /// Returns `NotFound` for a cluster that is not in the file, and the errors of reading the file.
-pub fn image_uri(clusters: &Path, id: &VolumeId) -> Result<Option<String>> {
-    let VolumeId::Rbd { cluster, pool, namespace, image } = id else { return Ok(None) };
+pub fn remote_uri(clusters: &Path, id: &VolumeId) -> Result<Option<String>> {
     let config = CsiConfig { clusters: clusters.to_owned(), ..CsiConfig::default() };
-    rbd(&config, (cluster, pool, Some(namespace), image), None).map(Some)
+    match id {
+        VolumeId::File { .. } => Ok(None),
+        VolumeId::Rbd { cluster, pool, namespace, image } => {
+            rbd(&config, (cluster, pool, Some(namespace), image), None).map(Some)
+        }
+        VolumeId::Object { cluster, name } => object(&config, cluster, name).map(Some),
+    }
 }
 
 fn missing(attribute: &str) -> Error {
@@ -248,6 +286,11 @@ fn rbd(
     client: Option<&NodeClient>,
 ) -> Result<String> {
     let found = self::cluster(config, cluster)?;
+    if found.store.is_some() {
+        let message = format!("{cluster} is an object store, which has no pool {pool:?}");
+        return Err(Error::new(ErrorKind::InvalidArgument, message)
+            .with_repair("use the clusterID of a Ceph cluster, or no pool"));
+    }
     let part = |text: &str| Encoded(text.as_bytes()).to_string();
     let namespace = namespace.unwrap_or(&found.rbd.rados_namespace);
     let namespace = match namespace {
@@ -256,6 +299,19 @@ fn rbd(
     };
     let options = found.options(client.map(|client| (&*client.user, &*client.keyring)));
     Ok(format!("rbd:{}/{namespace}{}?{options}", part(pool), part(image)))
+}
+
+/// Returns the URI of a volume on an object store.
+fn object(config: &CsiConfig, cluster: &str, name: &str) -> Result<String> {
+    let Some(store) = self::cluster(config, cluster)?.store else {
+        let message = format!("{cluster} is a Ceph cluster, not an object store");
+        return Err(Error::new(ErrorKind::InvalidArgument, message)
+            .with_repair("set the parameter pool, or use the clusterID of an object store"));
+    };
+    let (location, options) = store.split_once('?').unwrap_or((&store, ""));
+    let question = if options.is_empty() { "" } else { "?" };
+    let (location, name) = (location.trim_end_matches('/'), Encoded(name.as_bytes()));
+    Ok(format!("{location}/{name}{question}{options}"))
 }
 
 /// Returns the entry of a cluster in the file of clusters.
@@ -297,6 +353,7 @@ pub(crate) fn clusters(path: &Path) -> Result<BTreeMap<String, Cluster>> {
         let message = format!("{shown} is not a list of clusters: {error}");
         Error::new(ErrorKind::InvalidArgument, message)
     })?;
+    list.iter().try_for_each(Cluster::check)?;
     Ok(list.into_iter().map(|cluster| (cluster.cluster_id.clone(), cluster)).collect())
 }
 
@@ -307,7 +364,9 @@ mod tests {
     fn config(directory: &tempfile::TempDir) -> CsiConfig {
         let clusters = directory.path().join("clusters.json");
         let list = r#"[{"clusterID": "c1", "monitors": ["10.0.0.1:6789", "10.0.0.2:6789"],
-            "rbd": {"radosNamespace": "tenant"}, "cephFS": {"subvolumeGroup": "x"}}]"#;
+            "rbd": {"radosNamespace": "tenant"}, "cephFS": {"subvolumeGroup": "x"}},
+            {"clusterID": "s3", "store": "s3://bucket/prefix?endpoint=https://store:9000"},
+            {"clusterID": "dir", "store": "dir:/srv/volumes/"}]"#;
         std::fs::write(&clusters, list).unwrap();
         let directories = [("fast".to_owned(), PathBuf::from("/srv/fast"))].into();
         CsiConfig { clusters, directories, ..CsiConfig::default() }
@@ -326,6 +385,11 @@ mod tests {
             uri_of("rbd/c1/pool/ns/img", &plain).unwrap(),
             "rbd:pool/ns/img?config.mon_host=10.0.0.1:6789,10.0.0.2:6789"
         );
+        assert_eq!(
+            uri_of("object/s3/a%20b", &plain).unwrap(),
+            "s3://bucket/prefix/a%20b?endpoint=https://store:9000"
+        );
+        assert_eq!(uri_of("object/dir/a", &plain).unwrap(), "dir:/srv/volumes/a");
         let direct = Attributes { direct_io: true, ..Attributes::default() };
         assert_eq!(uri_of("file/n1/fast/a", &direct).unwrap(), "file:/srv/fast/a?direct=true");
     }
@@ -340,6 +404,9 @@ mod tests {
         };
         let uri = uri_of("my-image", &attributes).unwrap();
         assert!(uri.starts_with("rbd:pool/tenant/my-image?"), "{uri}");
+        let on_objects = Some("dir".into());
+        let objects = Attributes { cluster: on_objects, pool: None, ..attributes.clone() };
+        assert_eq!(uri_of("my-volume", &objects).unwrap(), "dir:/srv/volumes/my-volume");
         let no_pool = Attributes { pool: None, ..attributes };
         assert!(uri_of("my-image", &no_pool).unwrap_err().message().contains("pool"));
     }
@@ -359,6 +426,22 @@ mod tests {
     }
 
     #[test]
+    fn a_cluster_has_monitors_or_an_object_store() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("clusters.json");
+        for (entry, part) in [
+            ("", "neither monitors nor a store"),
+            (r#", "monitors": ["a"], "store": "s3://b""#, "neither monitors nor pools"),
+            (r#", "store": "rbd:pool""#, "not the URI of an object store"),
+        ] {
+            std::fs::write(&path, format!(r#"[{{"clusterID": "c1"{entry}}}]"#)).unwrap();
+            let error = clusters(&path).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            assert!(error.message().contains(part), "{error}");
+        }
+    }
+
+    #[test]
     fn volumes_that_this_node_does_not_have() {
         let plain = Attributes::default();
         for (id, kind, part) in [
@@ -368,6 +451,8 @@ mod tests {
             ("file/n1/fast/..", ErrorKind::NotFound, "does not exist"),
             ("file/n1/fast/..%2Fa", ErrorKind::NotFound, "does not exist"),
             ("rbd/c2/pool//img", ErrorKind::NotFound, "it has: c1"),
+            ("rbd/s3/pool//img", ErrorKind::InvalidArgument, "is an object store"),
+            ("object/c1/a", ErrorKind::InvalidArgument, "is a Ceph cluster"),
         ] {
             let error = uri_of(id, &plain).unwrap_err();
             assert_eq!(error.kind(), kind, "{id}: {error}");

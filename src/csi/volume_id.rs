@@ -7,6 +7,7 @@
 //! |---|---|
 //! | `file/NODE/DIRECTORY/NAME` | the file NAME in a directory of the node NODE |
 //! | `rbd/CLUSTER/POOL/NAMESPACE/IMAGE` | an RBD image; NAMESPACE may be empty |
+//! | `object/CLUSTER/NAME` | a volume on an object store |
 //!
 //! Every other id is that of a static volume, which its attributes describe.
 
@@ -42,6 +43,13 @@ pub enum VolumeId {
         /// The image.
         image: String,
     },
+    /// A volume on an object store.
+    Object {
+        /// The store, as the file of clusters names it.
+        cluster: String,
+        /// The name of the volume.
+        name: String,
+    },
 }
 
 impl VolumeId {
@@ -59,6 +67,9 @@ impl VolumeId {
                 namespace: namespace.clone(),
                 image: image.clone(),
             },
+            [scheme, cluster, name] if scheme == "object" => {
+                Self::Object { cluster: cluster.clone(), name: name.clone() }
+            }
             _ => return None,
         };
         // One volume has one id: other encodings of the same text are not ids of the driver.
@@ -67,8 +78,9 @@ impl VolumeId {
 
     fn is_complete(&self) -> bool {
         let parts = match self {
-            Self::File { node, directory, name } => [node, directory, name],
-            Self::Rbd { cluster, pool, image, .. } => [cluster, pool, image],
+            Self::File { node, directory, name } => &[node, directory, name][..],
+            Self::Rbd { cluster, pool, image, .. } => &[cluster, pool, image],
+            Self::Object { cluster, name } => &[cluster, name],
         };
         parts.iter().all(|part| !part.is_empty())
     }
@@ -85,6 +97,9 @@ impl std::fmt::Display for VolumeId {
             Self::Rbd { cluster, pool, namespace, image } => {
                 let (cluster, pool) = (part(cluster), part(pool));
                 write!(f, "rbd/{cluster}/{pool}/{}/{}", part(namespace), part(image))
+            }
+            Self::Object { cluster, name } => {
+                write!(f, "object/{}/{}", part(cluster), part(name))
             }
         }
     }
@@ -148,7 +163,19 @@ mod tests {
             panic!("an RBD image")
         };
         assert_eq!((namespace.as_str(), image.as_str()), ("", "a/b"));
-        for other in ["", "fake-vol-id", "file/n/d", "rbd/c/p/n/i/x", "file/n/%64/x", "rbd//p//i"] {
+        let object = VolumeId::Object { cluster: "s3".into(), name: "a b".into() };
+        assert_eq!(VolumeId::parse("object/s3/a%20b"), Some(object));
+        for other in [
+            "",
+            "fake-vol-id",
+            "file/n/d",
+            "rbd/c/p/n/i/x",
+            "file/n/%64/x",
+            "rbd//p//i",
+            "object/s3",
+            "object//a",
+            "object/s3/a/b",
+        ] {
             assert_eq!(VolumeId::parse(other), None, "{other}");
         }
     }

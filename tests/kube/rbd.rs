@@ -1,4 +1,5 @@
-//! Images of a real Ceph cluster: the controller fences at the storage. The tests play the nodes, with the backend.
+//! Images of a real Ceph cluster, and volumes on an object store: the controller fences at the storage. The tests play
+//! the nodes, with the backend.
 
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
@@ -6,9 +7,10 @@ use std::sync::{Arc, OnceLock};
 use cleat::backends::REGISTRY;
 use cleat::fencing::Volumes;
 use cleat_backend::claimant::{Claimant, ProcessMark};
+use cleat_backend::store::Layout;
 use cleat_backend::{Image, OpenOptions};
 use cleat_core::error::{ErrorKind, Result};
-use cleat_csi::{VolumeId, image_uri};
+use cleat_csi::{VolumeId, remote_uri};
 use cleat_grants::object::{FenceEntry, Generation, GrantSpec, Reason, Signal, Time, Truth};
 use cleat_kube::grant::{VolumeGrant, grant_name};
 use cleat_kube::storage::{Backing, Storage};
@@ -20,7 +22,17 @@ use test_kit::ceph::{POOL, shared};
 
 use crate::fixture::{World, eventually, run};
 
-/// The file of clusters, with the test cluster as `ceph`.
+/// The directory for the files of these tests.
+fn directory() -> PathBuf {
+    std::env::var_os("CLEAT_TEST_SHM").map_or_else(std::env::temp_dir, PathBuf::from)
+}
+
+/// The store of the volumes of objects.
+fn objects() -> String {
+    format!("dir:{}", directory().join("objects").display())
+}
+
+/// The file of clusters, with the test cluster as `ceph` and an object store as `objects`.
 pub(crate) fn clusters() -> PathBuf {
     static FILE: OnceLock<PathBuf> = OnceLock::new();
     let make = || {
@@ -34,10 +46,8 @@ pub(crate) fn clusters() -> PathBuf {
             "monitors": [monitors.expect("the configuration has mon_host")],
             "userID": "admin",
             "keyring": shared().keyring("admin"),
-        }]);
-        let directory =
-            std::env::var_os("CLEAT_TEST_SHM").map_or_else(std::env::temp_dir, PathBuf::from);
-        let path = directory.join("clusters.json");
+        }, { "clusterID": "objects", "store": objects() }]);
+        let path = directory().join("clusters.json");
         std::fs::write(&path, list.to_string()).unwrap();
         path
     };
@@ -62,10 +72,18 @@ pub(crate) fn create(name: &str) -> String {
     format!("rbd/ceph/{POOL}//{name}")
 }
 
-/// Opens an image as a worker on `node` does that has a grant with this generation.
+/// Creates a volume on the object store, and returns its CSI volume handle.
+fn create_objects(name: &str) -> String {
+    std::fs::create_dir_all(directory().join("objects")).unwrap();
+    let store = REGISTRY.store(&objects()).unwrap().connect().unwrap();
+    store.create(name, 8 << 20, &Layout::default()).unwrap();
+    format!("object/objects/{name}")
+}
+
+/// Opens a volume as a worker on `node` does that has a grant with this generation.
 fn open(handle: &str, node: &str, generation: Generation) -> Result<Arc<dyn Image>> {
     let id = VolumeId::parse(handle).unwrap();
-    let uri = image_uri(&clusters(), &id).unwrap().unwrap();
+    let uri = remote_uri(&clusters(), &id).unwrap().unwrap();
     let claimant = Claimant {
         node: node.to_owned(),
         boot_id: format!("boot of {node}"),
@@ -80,8 +98,18 @@ fn open(handle: &str, node: &str, generation: Generation) -> Result<Arc<dyn Imag
 
 #[test]
 fn row_13_an_image_of_a_lost_node_is_fenced_at_the_cluster_before_it_moves() {
+    a_lost_node_is_fenced(create, true);
+}
+
+#[test]
+fn row_13_the_log_of_a_lost_node_is_ended_before_its_volume_moves() {
+    a_lost_node_is_fenced(create_objects, false);
+}
+
+/// `is_cut_off` says that the storage also cuts off the client of the node.
+fn a_lost_node_is_fenced(create: fn(&str) -> String, is_cut_off: bool) {
     run(async |world: World| {
-        let handle = &tokio::task::spawn_blocking(|| create("moved")).await.unwrap();
+        let handle = &tokio::task::spawn_blocking(move || create("moved")).await.unwrap();
         let controller = world.controller();
         let (a, b) = (world.node("a").await, world.node("b").await);
         let volume = world.volume("v", handle).await;
@@ -100,8 +128,9 @@ fn row_13_an_image_of_a_lost_node_is_fenced_at_the_cluster_before_it_moves() {
         world.gone(&first).await;
         let grant = world.grant(handle).await.unwrap().stored().grant;
         let fence = grant.fence(&a, generation).unwrap();
-        let client = fence.client.clone().unwrap();
-        assert!(fence.proof.contains("is sealed") && fence.proof.contains(&client), "{fence:?}");
+        assert!(fence.proof.contains("is sealed"), "{fence:?}");
+        assert_eq!(fence.client.is_some(), is_cut_off, "{fence:?}");
+        assert!(fence.client.iter().all(|client| fence.proof.contains(client)), "{fence:?}");
         eventually("the worker of the node is fenced", async || image.is_fenced().then_some(()))
             .await;
         // A new worker of the node, with a client that was not cut off.

@@ -11,7 +11,7 @@ use cleat_grants::record::{Claim, FencePlan, Record, Refusal, Target};
 use cleat_kube::storage::{Backing, Fencing, Storage};
 
 /// All volumes of a test. `shared/NAME` can be fenced, `local/NODE/NAME` exists on the node NODE only,
-/// `rbd/…` is an image of a Ceph cluster, and `by-hand` a static volume of one. Every other volume is refused.
+/// `rbd/…` is an image of a Ceph cluster, `object/…` a volume on an object store, and `by-hand` a static volume of one. Every other volume is refused.
 #[derive(Debug, Default)]
 pub(crate) struct TestStorage {
     images: Mutex<BTreeMap<String, Arc<Image>>>,
@@ -57,7 +57,7 @@ impl Storage for TestStorage {
         match handle.split('/').collect::<Vec<_>>()[..] {
             ["shared", _] => Ok(Backing::Granted(self.image(handle))),
             ["local", node, _] => Ok(Backing::Local { node_id: node.to_owned() }),
-            ["rbd", ..] | ["by-hand"] => crate::rbd::volumes().find(handle),
+            ["rbd" | "object", ..] | ["by-hand"] => crate::rbd::volumes().find(handle),
             _ => Err(Error::new(
                 ErrorKind::Unsupported,
                 format!("cannot attach volume {handle}: its clients cannot be fenced"),

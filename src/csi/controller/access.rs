@@ -24,22 +24,38 @@ use crate::capability::Capability;
 use crate::secrets::Secrets;
 use crate::volume_id::VolumeId;
 
-/// The part of the claim of an RBD image that matters here (`cleat_rbd`, claim/record.rs).
+/// The part of a claim that matters here.
 #[derive(Debug, Deserialize)]
-struct Claim {
-    /// The id of the image. Clones inherit the claim of their parent.
-    image: String,
-    #[serde(default)]
+#[serde(untagged)]
+enum Claim {
+    /// The claim of an RBD image (`cleat_rbd`, claim/record.rs).
+    Image {
+        /// The id of the image. Clones inherit the claim of their parent.
+        image: String,
+        #[serde(default)]
+        node: String,
+        /// Whether the client has released the claim. It then has no request in flight.
+        #[serde(default)]
+        released: bool,
+    },
+    /// The claim of a volume on an object store that its client has not released (`cleat_object_backend`,
+    /// claim/record.rs).
+    Object { client: Client },
+}
+
+#[derive(Debug, Deserialize)]
+struct Client {
     node: String,
-    /// Whether the client has released the claim. It then has no request in flight.
-    #[serde(default)]
-    released: bool,
 }
 
 /// Returns the node with the active claim of a volume.
 pub(crate) fn holder(info: &Info) -> Option<String> {
-    let claim: Claim = serde_json::from_value(info.claim.clone()?).ok()?;
-    (Some(&claim.image) == info.id.as_ref() && !claim.released).then_some(claim.node)
+    match serde_json::from_value(info.claim.clone()?).ok()? {
+        Claim::Image { image, node, released } => {
+            (Some(&image) == info.id.as_ref() && !released).then_some(node)
+        }
+        Claim::Object { client } => Some(client.node),
+    }
 }
 
 /// Checks a capability that a volume in `place` must have.
@@ -59,6 +75,9 @@ pub(crate) fn check_capability(
     };
     let is_local = place.is_some_and(Place::is_local);
     match mode {
+        _ if parsed.shared && matches!(place, Some(Place::Object { .. })) => {
+            refused("a volume on an object store has one writer")
+        }
         _ if parsed.shared && is_local => {
             refused("a file volume exists on one node, and others cannot write it")
         }
@@ -262,6 +281,8 @@ mod tests {
         assert_eq!(holder(&active).as_deref(), Some("n2"));
         let released = claimed(r#"{"version":1,"image":"i1","node":"n2","released":true}"#);
         assert_eq!(holder(&released), None);
+        let object = claimed(r#"{"version":1,"use":"serve","client":{"epoch":3,"node":"n2"}}"#);
+        assert_eq!(holder(&object).as_deref(), Some("n2"));
         let inherited = claimed(r#"{"version":1,"image":"parent","node":"n2"}"#);
         assert_eq!(holder(&inherited), None);
         assert_eq!(holder(&Info::default()), None);

@@ -17,7 +17,7 @@ use crate::source::cluster;
 /// The parameters that determine where and how a volume is created, with their meaning. Errors list them.
 const CREATION: [(&str, &str); 10] = [
     ("directory", "the directory of a file volume, by its name in the configuration"),
-    ("clusterID", "the cluster of an RBD image"),
+    ("clusterID", "the cluster of an RBD image, or the object store"),
     ("pool", "the pool of an RBD image"),
     ("radosNamespace", "the namespace in the pool"),
     ("dataPool", "the pool with the data of an RBD image"),
@@ -142,12 +142,12 @@ impl Controller {
     }
 
     fn place(&self, fixed: &BTreeMap<String, String>) -> Result<Place> {
-        let rbd: Vec<&str> = CREATION[1..9]
+        let remote: Vec<&str> = CREATION[1..9]
             .iter()
             .map(|(key, _)| *key)
             .filter(|key| fixed.contains_key(*key))
             .collect();
-        if rbd.is_empty() {
+        if remote.is_empty() {
             let directory = match fixed.get("directory") {
                 Some(directory) => directory.clone(),
                 None => self.default_directory()?,
@@ -164,20 +164,29 @@ impl Controller {
             return Ok(Place::File { directory });
         }
         if fixed.contains_key("directory") {
-            let message = format!("the parameter directory excludes {}", rbd.join(", "));
+            let message = format!("the parameter directory excludes {}", remote.join(", "));
             return Err(invalid(message).with_repair("use the parameters of one kind of storage"));
         }
         let needed = |key: &str| {
-            let missing = || invalid(format!("{} needs the parameter {key}", rbd.join(", ")));
+            let missing = || invalid(format!("{} needs the parameter {key}", remote.join(", ")));
             fixed.get(key).cloned().ok_or_else(missing)
         };
-        let (id, pool) = (needed("clusterID")?, needed("pool")?);
+        let id = needed("clusterID")?;
         let known = cluster(&self.config, &id).map_err(|error| match error.kind() {
             ErrorKind::NotFound => invalid(format!("the clusterID {id:?} is not known"))
                 .with_repair("add it and its monitors to the file that csi.clusters names")
                 .with_source(error),
             _ => error,
         })?;
+        if known.store.is_some() {
+            let of_rbd: Vec<&str> = remote.into_iter().filter(|key| *key != "clusterID").collect();
+            if !of_rbd.is_empty() {
+                let message = format!("{id} is an object store, and has no {}", of_rbd.join(", "));
+                return Err(invalid(message).with_repair("use the parameter clusterID alone"));
+            }
+            return Ok(Place::Object { cluster: id });
+        }
+        let pool = needed("pool")?;
         let namespace = fixed.get("radosNamespace").unwrap_or(&known.rbd.rados_namespace).clone();
         Ok(Place::Rbd { cluster: id, pool, namespace })
     }
@@ -313,6 +322,20 @@ mod tests {
             .unwrap();
         assert_eq!(parameters.mutable.texts, map(&[("iops", "5"), ("bps", "1M")]));
         assert_eq!(parameters.mutable.change.iops, Some(5));
+    }
+
+    #[test]
+    fn an_object_store_has_no_pools() {
+        let directory = tempfile::tempdir().unwrap();
+        let controller = controller(&directory);
+        let list = r#"[{"clusterID": "o", "store": "dir:/srv/objects"}]"#;
+        std::fs::write(directory.path().join("clusters.json"), list).unwrap();
+        let parse = |pairs: &[(&str, &str)]| controller.parameters(map(pairs), BTreeMap::new());
+        let place = parse(&[("clusterID", "o"), ("fsck", "never")]).unwrap().place;
+        assert_eq!(place, Place::Object { cluster: "o".to_owned() });
+        let error = parse(&[("clusterID", "o"), ("pool", "p")]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert!(error.message().contains("o is an object store, and has no pool"), "{error}");
     }
 
     #[test]

@@ -1,7 +1,9 @@
-//! The places that hold volumes: directories of this node and pools of Ceph clusters. And how they are opened.
+//! The places that hold volumes: directories of this node, pools of Ceph clusters, and object stores. And how they are
+//! opened.
 
 use std::os::unix::ffi::OsStrExt;
 
+use cleat_backend::CredentialSet;
 use cleat_backend::group_snapshot::GroupSnapshotStore;
 use cleat_backend::store::{CloneStore, Info, LabelStore, Removal, Removed, SnapshotStore, Store};
 use cleat_backend::uri::{Encoded, StoreUri};
@@ -12,7 +14,7 @@ use zeroize::Zeroizing;
 use super::Controller;
 use super::connections::{Connection, Key};
 use crate::secrets::Secrets;
-use crate::source::{cluster, clusters, pool_uri};
+use crate::source::{Cluster, cluster, clusters, pool_uri};
 use crate::volume_id::VolumeId;
 
 /// The name of the directory that volumes get whose parameters name none, if there are several.
@@ -25,6 +27,8 @@ pub(crate) enum Place {
     File { directory: String },
     /// A pool, or a namespace in it; an empty namespace stands for none.
     Rbd { cluster: String, pool: String, namespace: String },
+    /// An object store, by its name in the file of clusters.
+    Object { cluster: String },
 }
 
 impl Place {
@@ -37,6 +41,7 @@ impl Place {
             Self::Rbd { cluster, pool, namespace } => {
                 VolumeId::Rbd { cluster, pool, namespace, image: name.to_owned() }
             }
+            Self::Object { cluster } => VolumeId::Object { cluster, name: name.to_owned() },
         }
     }
 
@@ -49,7 +54,8 @@ impl Place {
     pub(crate) fn can_clone_from(&self, source: &Self) -> bool {
         match (self, source) {
             (Self::File { .. }, Self::File { .. }) => true,
-            (Self::Rbd { cluster, .. }, Self::Rbd { cluster: other, .. }) => cluster == other,
+            (Self::Rbd { cluster, .. }, Self::Rbd { cluster: other, .. })
+            | (Self::Object { cluster }, Self::Object { cluster: other }) => cluster == other,
             _ => false,
         }
     }
@@ -64,6 +70,7 @@ impl std::fmt::Display for Place {
                 let slash = if namespace.is_empty() { "" } else { "/" };
                 write!(f, "the pool {pool}{slash}{namespace} of the cluster {cluster}")
             }
+            Self::Object { cluster } => write!(f, "the object store {cluster}"),
         }
     }
 }
@@ -158,6 +165,9 @@ impl Controller {
             VolumeId::Rbd { cluster, pool, namespace, image } => {
                 Ok(Located { place: Place::Rbd { cluster, pool, namespace }, name: image })
             }
+            VolumeId::Object { cluster, name } => {
+                Ok(Located { place: Place::Object { cluster }, name })
+            }
         }
     }
 
@@ -195,6 +205,8 @@ impl Controller {
             Err(error) => return Err(error),
         };
         for (id, cluster) in &known {
+            let store = cluster.store.iter().map(|_| Place::Object { cluster: id.clone() });
+            places.extend(store);
             places.extend(cluster.pools.iter().map(|pool| {
                 let (pool, namespace) = pool.split_once('/').unwrap_or((pool, ""));
                 let (pool, namespace) = (pool.to_owned(), namespace.to_owned());
@@ -217,7 +229,12 @@ impl Controller {
         // A directory is opened for each call, because another file system may be mounted on it meanwhile.
         let key = (!place.is_local())
             .then(|| Key { uri: text, keyring: Zeroizing::new(keyring.to_vec()) });
-        let store = self.connections.get(key, || uri.connect_with(secrets.credentials()))?;
+        // The credentials of an object store are in the file that its URI names.
+        let credentials = match place {
+            Place::Object { .. } => CredentialSet::default(),
+            Place::File { .. } | Place::Rbd { .. } => secrets.credentials(),
+        };
+        let store = self.connections.get(key, || uri.connect_with(credentials))?;
         Ok(OpenPlace { uri, store })
     }
 
@@ -235,23 +252,31 @@ impl Controller {
                 })?;
                 Ok(format!("file:{}", Encoded(path.as_os_str().as_bytes())))
             }
-            Place::Rbd { cluster: id, pool, namespace } => {
-                let cluster = cluster(&self.config, id).map_err(|error| match error.kind() {
-                    ErrorKind::NotFound => {
-                        let message = format!("the cluster {id} is not configured");
-                        not_configured(message).with_source(error)
-                    }
-                    _ => error,
-                })?;
-                Ok(pool_uri(&cluster, pool, namespace, secrets))
+            Place::Rbd { cluster, pool, namespace } => {
+                Ok(pool_uri(&self.cluster(cluster)?, pool, namespace, secrets))
             }
+            Place::Object { cluster } => self.cluster(cluster)?.store.ok_or_else(|| {
+                not_configured(format!(
+                    "the cluster {cluster} is not configured as an object store"
+                ))
+            }),
         }
+    }
+
+    fn cluster(&self, id: &str) -> Result<Cluster> {
+        cluster(&self.config, id).map_err(|error| match error.kind() {
+            ErrorKind::NotFound => {
+                not_configured(format!("the cluster {id} is not configured")).with_source(error)
+            }
+            _ => error,
+        })
     }
 }
 
 /// The error for a place that this node's configuration does not have. It is not `NotFound`: nothing is known
 /// about the volumes there.
 fn not_configured(message: String) -> Error {
-    Error::new(ErrorKind::Unsupported, message)
-        .with_repair("add the clusterID and its monitors to the file that csi.clusters names")
+    Error::new(ErrorKind::Unsupported, message).with_repair(
+        "add the clusterID, with its monitors or its store, to the file that csi.clusters names",
+    )
 }

@@ -279,7 +279,8 @@ impl Controller {
         }
     }
 
-    /// Removes the snapshot from which a volume was cloned. A missing one is success.
+    /// Removes the snapshot from which a volume was cloned. A missing one is success, and so is one that the storage
+    /// keeps for the clone: it is removed with the clone, or with the source.
     fn remove_clone_snapshot(
         &self,
         source: &VolumeId,
@@ -289,7 +290,10 @@ impl Controller {
         let Located { place, name } = self.locate(source)?;
         let open = self.open(&place, secrets)?;
         if !open.clones()?.clones_volumes() {
-            open.snapshots()?.remove(&name, &names::of_clone_snapshot(stored))?;
+            match open.snapshots()?.remove(&name, &names::of_clone_snapshot(stored)) {
+                Err(error) if error.kind() == ErrorKind::InUse => {}
+                other => drop(other?),
+            }
         }
         Ok(())
     }
@@ -311,7 +315,7 @@ impl Controller {
             open.remove(&name)?;
             return Ok(());
         };
-        if Made::read(&info).is_none() {
+        let Some(made) = Made::read(&info) else {
             let message =
                 format!("volume {id} was not made by this driver, which does not delete it");
             return Err(Error::new(ErrorKind::Unsupported, message)
@@ -320,7 +324,7 @@ impl Controller {
                     info.uri
                 ))
                 .into());
-        }
+        };
         if self.local.health(&id.to_string()).is_some() {
             let message = format!("volume {id} is staged on the node {}", self.node);
             return Err(Error::new(ErrorKind::InUse, message)
@@ -333,6 +337,13 @@ impl Controller {
         }
         open.remove(&name)?;
         self.leave_place(&id.to_string());
+        let source = made.source.filter(|_| matches!(place, Place::Object { .. }));
+        if let Some(source) = source.as_deref().and_then(VolumeId::parse)
+            && let Err(error) = self.remove_clone_snapshot(&source, &name, secrets)
+        {
+            // It is removed with the source.
+            tracing::debug!(volume = %id, "a snapshot of {source} stays: {}", error.report());
+        }
         Ok(())
     }
 
