@@ -62,13 +62,15 @@ fn killed() {
     shell(&format!("rm -rf {DIRECTORY}"));
 }
 
-/// A write waits while the disk of the directory is full, or fails if the policy says so. It succeeds when there is
-/// space.
+/// A flush waits while the disk of the directory is full, or fails if the policy says so. It succeeds when there is
+/// space. Without it, the writes are acknowledged from the tail file.
 fn full() {
     let _node = Node::start();
     shell(&format!("mkdir -p {DIRECTORY}; mount -t tmpfs -o size=24M tmpfs {DIRECTORY}"));
     let device = create_and_map("64M");
-    let write = format!("dd if=/dev/urandom of={device} bs=1M count=32 oflag=direct status=none");
+    let write = format!(
+        "dd if=/dev/urandom of={device} bs=1M count=32 oflag=direct conv=fsync status=none"
+    );
     let start = || {
         std::thread::spawn({
             let write = write.clone();
