@@ -172,6 +172,7 @@ volume info        {name, uri, id, size_bytes, used_bytes, created_at_s, objects
                    parent: {name, image_id, in_trash, overlap_bytes} | null, snapshots: [snapshot],
                    clones, claim, watchers: [{client, address}], locks: [{client, cookie, address}]}
   snapshot {id, name, size_bytes, created_at_s, protected, kind: user, trash, mirror or other}
+volume export, import {volume, file, size_bytes}
 volume fsck, scrub {snapshots, objects, defects: [{snapshot, range: {offset, length} | null, problem}]}
 volume snapshot list  {snapshots: [snapshot]}
 volume trash list  {trash: [trashed]}

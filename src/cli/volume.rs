@@ -2,6 +2,7 @@
 
 mod change;
 mod check;
+mod copy;
 mod show;
 mod snapshot;
 mod trash;
@@ -37,11 +38,15 @@ Examples:
     $ cleat volume remove rbd:volumes/data
     $ cleat volume trash restore rbd:volumes/data
 
+  Copy a snapshot to a file, and make a volume of it elsewhere:
+    $ cleat volume export rbd:volumes/data@monday data.qcow2
+    $ cleat volume import data.qcow2 dir:/var/lib/volumes/data
+
   Use another cluster and another user (the volume's options are those of map):
     $ cleat volume list 'rbd:volumes?conf=/etc/ceph/b.conf&id=backup'
 ";
 
-/// Create, list, resize, clone and remove volumes and their snapshots
+/// Create, list, resize, clone, copy and remove volumes and their snapshots
 ///
 /// Works directly on the storage with the rights of the calling user, like `rbd`; the daemon is not
 /// needed. Supports RBD images and, with fewer operations, volumes of objects and files. Repeating a command is safe: if nothing
@@ -64,6 +69,8 @@ enum Command {
     Flatten(change::Flatten),
     Snapshot(snapshot::Snapshot),
     Trash(trash::Trash),
+    Export(copy::Export),
+    Import(copy::Import),
     Fsck(check::Fsck),
     Scrub(check::Scrub),
 }
@@ -90,6 +97,8 @@ pub(super) fn run(globals: &Globals, args: VolumeCommand) -> Result<u8> {
         Command::Flatten(args) => change::flatten(globals, &args),
         Command::Snapshot(args) => snapshot::run(globals, args),
         Command::Trash(args) => return trash::run(globals, args),
+        Command::Export(args) => copy::export(globals, &args),
+        Command::Import(args) => copy::import(globals, &args),
         Command::Fsck(args) => return check::fsck(globals, &args),
         Command::Scrub(args) => return check::scrub(globals, &args),
     }

@@ -2,6 +2,7 @@
 
 mod basic;
 mod claims;
+mod copies;
 mod files;
 pub(crate) mod fixture;
 mod interrupts;
