@@ -117,11 +117,13 @@ demo-cluster: deps-test ## A cluster of two nodes with a Ceph cluster: a node fa
 comparison: deps-test ## nbd-client with nbdkit in the same situations, in a virtual machine
 	$(CARGO_TEST) --test device -- --ignored peers_
 
-# What `make soak` does with the tests of `make test`: how many seeds of the simulation, fights for an
-# image, fights of two nodes while controllers are killed, repetitions of each situation in virtual
+# What `make soak` does with the tests of `make test`: how many seeds of the simulation, fights for a
+# volume, fights of two nodes while controllers are killed, repetitions of each situation in virtual
 # machines, seconds of fio's verification there, and seconds of fuzzing.
 SOAK_SEEDS ?= 200000
 SOAK_FIGHTS ?= 300
+# The workers of volumes of objects that are killed with writes in flight.
+SOAK_KILLS ?= 100
 SOAK_GRANT_FIGHTS ?= 100
 SOAK_REPEAT ?= 30
 # The fail-overs of each kind between two nodes.
@@ -146,7 +148,8 @@ soak-models:
 	CLEAT_MODEL_SLOTS=3,2 $(CARGO_TEST) --lib -- no_take_over_loses_acknowledged_data
 
 soak-fights:
-	CLEAT_TEST_FIGHTS=$(SOAK_FIGHTS) $(CARGO_TEST) --test system -- no_write_of_a_fenced_worker
+	CLEAT_TEST_FIGHTS=$(SOAK_FIGHTS) $(CARGO_TEST) --test system -- no_write_of_a_fenced_worker --nocapture
+	CLEAT_TEST_KILLS=$(SOAK_KILLS) $(CARGO_TEST) --test system -- acknowledged_writes_survive_the_death_of_the_worker
 	CLEAT_TEST_GRANT_FIGHTS=$(SOAK_GRANT_FIGHTS) $(CARGO_TEST) --test kube -- fights:: --nocapture
 
 soak-controller:

@@ -1,5 +1,5 @@
-//! Two workers write to one image, and the second takes it over. The tests check the content of the
-//! image: once the second worker is ready, no write of the first may be executed.
+//! Two workers write to one volume, an image or objects, and the second takes it over. The tests check the content of
+//! the volume: once the second worker is ready, no write of the first may be executed.
 
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,6 +10,7 @@ use cleat_worker::protocol::{FromWorker, Start, ToWorker};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
+use crate::worker::objects::ObjectVolume;
 use crate::worker::rbd::fresh;
 use test_kit::nbd::kernel as nbd;
 use test_kit::wait::wait_until;
@@ -108,7 +109,7 @@ fn signal(worker: &Worker, signal: Signal) {
     kill(Pid::from_raw(pid), signal).unwrap();
 }
 
-/// Starts a worker that takes the image over, as from another node. Returns how long it took.
+/// Starts a worker that takes the volume over, as from another node. Returns how long it took.
 fn start_with_take_over(uri: &str, round: u64) -> (Worker, Duration) {
     let begun = Instant::now();
     let worker = Worker::launch();
@@ -144,17 +145,25 @@ fn assert_written(now: &[Stamp], before: &[Stamp], writers: &[Writer]) {
     }
 }
 
-/// `CLEAT_TEST_FIGHTS` sets the number of rounds (default 6).
 #[test]
 fn no_write_of_a_fenced_worker_is_executed_after_a_take_over() {
+    fight("an image", &fresh("fought-over"));
+}
+
+#[test]
+fn no_write_of_a_fenced_worker_is_executed_after_a_take_over_of_objects() {
+    fight("objects in a directory", &ObjectVolume::in_directory().uri);
+}
+
+/// `CLEAT_TEST_FIGHTS` sets the number of rounds (default 6).
+fn fight(what: &str, uri: &str) {
     let asked = std::env::var("CLEAT_TEST_FIGHTS").ok().and_then(|text| text.parse().ok());
     let rounds: u64 = asked.unwrap_or(6);
-    let uri = fresh("fought-over");
-    let (mut holder, _) = start_with_take_over(&uri, 0);
+    let (mut holder, _) = start_with_take_over(uri, 0);
     let mut before = vec![Stamp { round: 0, turn: 0 }; usize::try_from(WRITERS * BLOCKS).unwrap()];
     let (mut took, mut refused, mut executed) = (Vec::new(), 0, 0);
     for round in 1..=rounds {
-        let (successor, outcome) = run_round(&uri, &mut holder, round, before);
+        let (successor, outcome) = run_round(uri, &mut holder, round, before);
         took.push(outcome.took);
         (refused, executed) = (refused + outcome.refused, executed + outcome.executed);
         before = outcome.after;
@@ -163,7 +172,7 @@ fn no_write_of_a_fenced_worker_is_executed_after_a_take_over() {
     }
     took.sort_unstable();
     println!(
-        "{rounds} take-overs, {:?} in the median and {:?} at most from the start of the process; {refused} \
+        "{what}: {rounds} take-overs, {:?} in the median and {:?} at most from the start of the process; {refused} \
          writes of fenced workers were refused after the take-over, {executed} were executed",
         took[took.len() / 2],
         took[took.len() - 1],
@@ -178,7 +187,7 @@ struct Round {
     after: Vec<Stamp>,
 }
 
-/// `holder` writes, a new worker takes the image over, and then both write.
+/// `holder` writes, a new worker takes the volume over, and then both write.
 fn run_round(uri: &str, holder: &mut Worker, round: u64, before: Vec<Stamp>) -> (Worker, Round) {
     let old: Vec<Writer> = (0..WRITERS).map(|_| Writer::new(2 * round, 1)).collect();
     // The new worker writes every other block; the rest shows writes of the fenced worker.

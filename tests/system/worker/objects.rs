@@ -21,13 +21,13 @@ const SIZE: u64 = 8 << 20;
 const BLOCK: u32 = 4096;
 
 /// A new volume. The directory is removed with it.
-struct ObjectVolume {
-    uri: String,
+pub(super) struct ObjectVolume {
+    pub(super) uri: String,
     directory: tempfile::TempDir,
 }
 
 impl ObjectVolume {
-    fn in_directory() -> Self {
+    pub(super) fn in_directory() -> Self {
         let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let store = format!("dir:{}", directory.path().display());
         Self { uri: create(&store), directory }
@@ -147,8 +147,11 @@ fn stamp(round: u64, number: u64) -> Vec<u8> {
 }
 
 /// The worker is killed while it has 32 writes in flight, each to a block of its own, of which some are answered.
+/// `CLEAT_TEST_KILLS` sets the number of rounds.
 fn keeps_acknowledged_writes(volume: &ObjectVolume, rounds: u64) {
     const WRITES: u64 = 32;
+    let asked = std::env::var("CLEAT_TEST_KILLS").ok().and_then(|text| text.parse().ok());
+    let rounds = asked.unwrap_or(rounds);
     // The rounds whose content each block may have.
     let mut allowed = vec![vec![0_u64]; WRITES as usize];
     for round in 1..=rounds {
