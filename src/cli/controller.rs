@@ -10,7 +10,7 @@ use crate::attach_calls::AttachSocket;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::random::Random;
 use cleat_kube::rights::Extra;
-use cleat_kube::{CallServer, Config, Policy, Remediation, Timing};
+use cleat_kube::{CallServer, Config, Policy, Remediation, SWEEP_PERIOD, Timing};
 use cleat_telemetry::{Format, Log};
 
 const EXAMPLES: &str = "\
@@ -142,6 +142,7 @@ pub(super) fn run(globals: &Globals, args: Controller) -> Result<()> {
             limit: usize::from(args.remediation_limit),
             dry_run: args.remediation_dry_run,
         }),
+        sweep_period: SWEEP_PERIOD,
         election: Timing::default(),
         #[cfg(feature = "fault")]
         after_step: cleat_backend::crash_point,

@@ -36,12 +36,17 @@ pub struct Config {
     pub attach_detach: bool,
     /// Whether nodes that are lost lose their volumes and their pods by themselves.
     pub remediation: Option<Remediation>,
+    /// The time between two sweeps.
+    pub sweep_period: Duration,
     /// The times of the leader election.
     pub election: Timing,
     /// Called with the name of each step that the controller has made for a volume, before the next one. Tests end the
     /// process there.
     pub after_step: fn(&str),
 }
+
+/// The time between two sweeps by default.
+pub const SWEEP_PERIOD: Duration = Duration::from_secs(24 * 3600);
 
 /// The settings of node remediation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

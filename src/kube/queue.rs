@@ -110,14 +110,6 @@ impl<T: Clone + Debug + Eq + Hash + Ord> Queue<T> {
         }
     }
 
-    /// Takes an object that need not be due, and waits until nobody works on it. It must be given back with
-    /// [`Queue::done`]. If it had waited for its turn, it is due then.
-    pub(crate) async fn take(&self, object: &T) {
-        while !self.lock().take(object) {
-            tokio::time::sleep(CONFLICT).await;
-        }
-    }
-
     /// Ends the work on an object.
     pub(crate) fn done(&self, object: T, next: Next) {
         let mut state = self.lock();
@@ -171,19 +163,6 @@ impl Failures {
 }
 
 impl<T: Clone + Eq + Hash + Ord> State<T> {
-    /// Takes an object unless it is worked on. Returns whether it was taken.
-    fn take(&mut self, object: &T) -> bool {
-        if self.running.contains_key(object) {
-            return false;
-        }
-        let known = self.times.remove(object);
-        if let Some(at) = known {
-            self.due.remove(&(at, object.clone()));
-        }
-        self.running.insert(object.clone(), known.is_some());
-        true
-    }
-
     /// Schedules an object. The earlier of two times counts.
     fn schedule(&mut self, object: T, at: Instant) {
         if let Some(known) = self.times.get(&object).copied() {
@@ -216,24 +195,6 @@ mod tests {
         assert!(soon.await.is_err(), "it is still worked on");
         queue.done("a", Next::Done);
         assert_eq!(queue.next().await, "a");
-        queue.done("a", Next::Done);
-        let never = tokio::time::timeout(Duration::from_secs(60), queue.next());
-        assert!(never.await.is_err(), "it has not changed");
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn row_08_an_object_that_is_taken_has_its_turn_afterwards() {
-        let queue = queue();
-        queue.add("a");
-        queue.take(&"a").await;
-        let soon = tokio::time::timeout(Duration::from_secs(60), queue.next());
-        assert!(soon.await.is_err(), "it is taken");
-        queue.done("a", Next::Done);
-        assert_eq!(queue.next().await, "a");
-        let soon = tokio::time::timeout(Duration::from_secs(60), queue.take(&"a"));
-        assert!(soon.await.is_err(), "it is worked on");
-        queue.done("a", Next::Done);
-        queue.take(&"a").await;
         queue.done("a", Next::Done);
         let never = tokio::time::timeout(Duration::from_secs(60), queue.next());
         assert!(never.await.is_err(), "it has not changed");

@@ -1,6 +1,10 @@
 //! The sweeper, at the start of a leader and once a day: gives claims that no grant names a holder, and removes grants that
 //! nobody needs any more.
 //!
+//! It reads the records at the storages one after the other, while other tasks decide about the same volumes: its writes
+//! depend on the version of the grant that it observed before it read the record. When a storage does not answer, its
+//! other volumes are not asked for. What was not looked at is tried again with a backoff.
+//!
 //! A claim without a grant is left when the grant was lost, for example with the restored backup of an API server, and
 //! its node does not know of the claim, because it was installed anew. Nothing proves that its client has ended. So it
 //! gets a holder, and the controller does what it does after a detach: its node is asked to release the volume.
@@ -11,24 +15,30 @@
 //! for its node to clean up. The removal is conditional on the version of the grant from which this follows. The next
 //! generation of the volume is in the record at the storage, so a grant that is made anew later continues there.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use cleat_core::error::{ErrorKind, Result};
+use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_grants::controller::{View, adopt_unrequested};
 use cleat_grants::record::Record;
 use kube::ResourceExt;
 use kube::api::{DeleteParams, Preconditions};
+use tokio::time::Instant;
 
 use crate::api::{call, is_conflict, message, now};
-use crate::cluster::{Cluster, Key};
+use crate::cluster::Cluster;
 use crate::grant::{VolumeGrant, grant_name};
-use crate::queue::Next;
 use crate::volumes::ObservedVolume;
 
-/// The time between two sweeps.
-const PERIOD: Duration = Duration::from_secs(24 * 3600);
+/// The time until volumes are tried again that a sweep could not look at. It doubles up to [`MAX_RETRY`].
+const RETRY: Duration = Duration::from_secs(5);
+
+/// The longest time until they are tried again.
+const MAX_RETRY: Duration = Duration::from_secs(600);
+
+/// The name of a grant, and the handle of its volume.
+type Volume = (String, String);
 
 /// What a sweep has done.
 #[derive(Debug, Default)]
@@ -40,21 +50,73 @@ struct Swept {
 /// Sweeps until the future is dropped.
 pub(crate) async fn run(cluster: Arc<Cluster>) {
     loop {
-        let mut swept = Swept::default();
-        for (name, handle) in volumes_of(&cluster) {
-            // Nobody else works on the volume meanwhile.
-            let key = Key::Grant(name.clone());
-            cluster.queue.take(&key).await;
-            let result = sweep(&cluster, &name, &handle, &mut swept).await;
-            cluster.queue.done(key, Next::Done);
-            if let Err(error) = result {
-                tracing::warn!(grant = name, "not swept: {}", message(&error));
+        let next = Instant::now() + cluster.config.sweep_period;
+        let mut left: Vec<Volume> = volumes_of(&cluster).into_iter().collect();
+        let mut wait = RETRY;
+        loop {
+            let (mut swept, mut pass) = (Swept::default(), Pass::default());
+            for volume in left {
+                if let Some((name, handle)) = pass.begin(&volume)
+                    && let Err(error) = sweep(&cluster, name, handle, &mut swept).await
+                {
+                    tracing::warn!(grant = name, "not swept: {}", message(&error));
+                    pass.failed(volume, &error);
+                }
             }
+            left = pass.left();
+            let Swept { removed, adopted } = swept;
+            tracing::info!(removed, adopted, left = left.len(), "swept grants and claims");
+            if left.is_empty() || Instant::now() + wait >= next {
+                break;
+            }
+            tokio::time::sleep(wait).await;
+            wait = (2 * wait).min(MAX_RETRY);
         }
-        let Swept { removed, adopted } = swept;
-        tracing::info!(removed, adopted, "swept the grants and the claims without one");
-        tokio::time::sleep(PERIOD).await;
+        tokio::time::sleep_until(next).await;
     }
+}
+
+/// One look at each of some volumes. When the storage of one does not answer, those in the same place are not looked at,
+/// because each would wait as long.
+#[derive(Debug, Default)]
+struct Pass {
+    /// The places of the volumes whose storage has not answered.
+    silent: BTreeSet<String>,
+    skipped: Vec<Volume>,
+    failed: Vec<Volume>,
+}
+
+impl Pass {
+    /// Returns a volume to look at; `None` if it is skipped.
+    fn begin<'a>(&mut self, volume: &'a Volume) -> Option<&'a Volume> {
+        if self.silent.contains(place(&volume.1)) {
+            self.skipped.push(volume.clone());
+            return None;
+        }
+        Some(volume)
+    }
+
+    fn failed(&mut self, volume: Volume, error: &Error) {
+        if has_not_answered(error) {
+            self.silent.insert(place(&volume.1).to_owned());
+        }
+        self.failed.push(volume);
+    }
+
+    /// Returns the volumes that have to be looked at again. Those that were skipped come first: one volume that never
+    /// answers does not keep the others from their turn.
+    fn left(self) -> Vec<Volume> {
+        self.skipped.into_iter().chain(self.failed).collect()
+    }
+}
+
+/// Returns where a volume is stored: its handle without the name of the volume.
+fn place(handle: &str) -> &str {
+    handle.rsplit_once('/').map_or("", |(place, _)| place)
+}
+
+fn has_not_answered(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::TimedOut | ErrorKind::Unavailable)
 }
 
 /// Returns the handles of the volumes that have a grant or a PersistentVolume, by the names of their grants.
@@ -138,5 +200,44 @@ fn unless_changed(written: Result<()>) -> Result<bool> {
         Ok(()) => Ok(true),
         Err(error) if is_conflict(&error) || error.kind() == ErrorKind::NotFound => Ok(false),
         Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn volumes(handles: &[&str]) -> Vec<Volume> {
+        handles.iter().map(|handle| (format!("grant-of-{handle}"), (*handle).to_owned())).collect()
+    }
+
+    /// Looks at the volumes as the sweeper does, and returns those that were asked for and those that are left.
+    fn look_at(volumes: Vec<Volume>) -> (Vec<String>, Vec<Volume>) {
+        let (mut pass, mut asked) = (Pass::default(), Vec::new());
+        for volume in volumes {
+            let Some((_, handle)) = pass.begin(&volume) else { continue };
+            asked.push(handle.clone());
+            match &**handle {
+                "rbd/lost/p//a" | "rbd/lost/p//b" => {
+                    pass.failed(volume, &Error::new(ErrorKind::TimedOut, "late"));
+                }
+                "rbd/c/p//broken" => {
+                    pass.failed(volume, &Error::new(ErrorKind::Internal, "not a record"));
+                }
+                _ => {}
+            }
+        }
+        (asked, pass.left())
+    }
+
+    #[test]
+    fn a_storage_that_does_not_answer_is_asked_once_and_for_another_volume_the_next_time() {
+        let all = ["rbd/lost/p//a", "rbd/lost/p//b", "rbd/c/p//broken", "rbd/c/p//v"];
+        let (asked, left) = look_at(volumes(&all));
+        assert_eq!(asked, ["rbd/lost/p//a", "rbd/c/p//broken", "rbd/c/p//v"]);
+        assert_eq!(left, volumes(&["rbd/lost/p//b", "rbd/lost/p//a", "rbd/c/p//broken"]));
+        let (asked, left) = look_at(left);
+        assert_eq!(asked, ["rbd/lost/p//b", "rbd/c/p//broken"]);
+        assert_eq!(left, volumes(&["rbd/lost/p//a", "rbd/lost/p//b", "rbd/c/p//broken"]));
     }
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use cleat_grants::object::{Condition, Generation, NodeEntry, Reason, Signal, Time, Truth};
 use cleat_kube::grant::{VolumeGrant, grant_name};
-use cleat_kube::{Config, Policy, Timing};
+use cleat_kube::{Config, Policy, SWEEP_PERIOD, Timing};
 use k8s_openapi::api::core::v1::{Node, PersistentVolume};
 use k8s_openapi::api::storage::v1::{CSINode, VolumeAttachment};
 use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
@@ -141,6 +141,7 @@ impl World {
             calls: None,
             attach_detach: false,
             remediation: None,
+            sweep_period: SWEEP_PERIOD,
             election: Timing::default(),
             after_step: |_| (),
         }

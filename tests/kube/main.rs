@@ -36,4 +36,5 @@ mod rights;
 mod scale;
 mod security;
 mod storage;
+mod sweep;
 mod taken_over;

@@ -26,6 +26,10 @@ pub(crate) struct Image {
     is_down: AtomicBool,
     /// The calls for this volume that are in progress.
     calls: AtomicUsize,
+    /// The calls for this volume that have begun.
+    begun: AtomicUsize,
+    /// How long the next call hangs, in milliseconds.
+    hang_ms: AtomicU64,
     load: Arc<Load>,
 }
 
@@ -92,6 +96,16 @@ impl Image {
         self.is_down.store(is_down, Ordering::SeqCst);
     }
 
+    /// Has the next call hang for this time. Later calls are answered meanwhile.
+    pub(crate) fn hang_once(&self, time: Duration) {
+        self.hang_ms.store(u64::try_from(time.as_millis()).unwrap(), Ordering::SeqCst);
+    }
+
+    /// Returns how many calls for this volume have begun.
+    pub(crate) fn begun(&self) -> usize {
+        self.begun.load(Ordering::SeqCst)
+    }
+
     /// Carries out a call of the controller.
     fn call<T>(&self, run: impl FnOnce() -> T) -> Result<T> {
         let begin = |calls: &AtomicUsize, most: &AtomicUsize| {
@@ -99,7 +113,10 @@ impl Image {
         };
         begin(&self.load.calls, &self.load.most);
         begin(&self.calls, &self.load.most_of_one);
-        std::thread::sleep(Duration::from_millis(self.load.call_ms.load(Ordering::SeqCst)));
+        self.begun.fetch_add(1, Ordering::SeqCst);
+        let time_ms = self.load.call_ms.load(Ordering::SeqCst);
+        let time_ms = time_ms + self.hang_ms.swap(0, Ordering::SeqCst);
+        std::thread::sleep(Duration::from_millis(time_ms));
         let result = match self.is_down.load(Ordering::SeqCst) {
             true => Err(Error::new(ErrorKind::Unavailable, "the storage does not answer")),
             false => Ok(run()),
