@@ -31,7 +31,7 @@ use crate::kind::full_name;
 use crate::queue::Next;
 use crate::volumes::attachment_name;
 use plan::{Attachment, Facts, Plan, plan};
-use state::{BY_CLAIM, BY_NODE, Wanted};
+use state::{BY_NODE, Wanted};
 
 /// The longest time after which a node that still uses a volume is looked at again.
 const LOOK_AGAIN: Duration = Duration::from_secs(30);
@@ -109,12 +109,7 @@ fn facts(
     volume: Option<&PersistentVolume>,
 ) -> Facts {
     let attachments = cluster.attachments.mirror.find(BY_VOLUME, name);
-    let claim = volume.and_then(pods::claim_of);
-    let bound = claim.filter(|claim| {
-        let claim = wanted.claims.mirror.get(claim);
-        volume.zip(claim).is_some_and(|(volume, claim)| pods::are_bound(volume, &claim))
-    });
-    let pods = bound.map(|claim| wanted.pods.mirror.find(BY_CLAIM, &claim)).unwrap_or_default();
+    let pods = volume.map(|volume| wanted.pods_of(volume)).unwrap_or_default();
     let modes = volume.and_then(|volume| volume.spec.as_ref()?.access_modes.clone());
     let several = |mode: &String| mode == "ReadWriteMany" || mode == "ReadOnlyMany";
     Facts {

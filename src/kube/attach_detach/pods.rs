@@ -1,6 +1,6 @@
 //! Which pods need a volume: those that are bound to a node, have its claim, and have not ended.
 
-use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, Pod};
+use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, Pod, Volume};
 use kube::ResourceExt;
 
 /// The annotation of a node whose volumes are attached by a controller. kubelet sets it.
@@ -14,19 +14,34 @@ pub(crate) fn node(pod: &Pod) -> Option<String> {
     pod.spec.as_ref()?.node_name.clone().filter(|name| !name.is_empty())
 }
 
-/// Returns NAMESPACE/NAME of the claims of a pod, also of those that are made for it.
+/// Returns NAMESPACE/NAME of the claims of a pod, also of those that are made for it. [`uses`] says whether such a claim is
+/// the pod's.
 pub(crate) fn claims(pod: &Pod) -> Vec<String> {
     let namespace = pod.namespace().unwrap_or_default();
     let volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
-    let claim = |volume: &k8s_openapi::api::core::v1::Volume| match (
-        &volume.persistent_volume_claim,
-        &volume.ephemeral,
-    ) {
+    let claim = |volume: &Volume| match (&volume.persistent_volume_claim, &volume.ephemeral) {
         (Some(source), _) => Some(format!("{namespace}/{}", source.claim_name)),
         (None, Some(_)) => Some(format!("{namespace}/{}-{}", pod.name_any(), volume.name)),
         (None, None) => None,
     };
     volumes.filter_map(claim).collect()
+}
+
+/// Returns whether a pod uses a claim that [`claims`] names. A claim with the name of one that is made for the pod is the
+/// pod's only if the pod controls it: kubelet refuses another one.
+pub(super) fn uses(pod: &Pod, claim: &PersistentVolumeClaim) -> bool {
+    let is_controlled = || {
+        let owners = claim.owner_references().iter();
+        let mut controllers = owners.filter(|owner| owner.controller == Some(true));
+        let uid = controllers.next().map(|owner| &owner.uid);
+        uid.is_some() && uid == pod.metadata.uid.as_ref()
+    };
+    let is_named = |volume: &Volume| {
+        let source = volume.persistent_volume_claim.as_ref();
+        source.is_some_and(|source| Some(&source.claim_name) == claim.metadata.name.as_ref())
+    };
+    let mut volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
+    volumes.any(is_named) || is_controlled()
 }
 
 /// Returns NAMESPACE/NAME of the claim of a volume.
@@ -63,10 +78,13 @@ fn has(node: &Node, annotation: &str) -> bool {
     node.annotations().get(annotation).is_some_and(|value| value == "true")
 }
 
-/// Returns whether no container of a pod runs any more, or will.
+/// Returns whether no container of a pod runs any more, or will. Sidecars are among the init containers.
 fn has_ended(pod: &Pod) -> bool {
     let Some(status) = &pod.status else { return pod.metadata.deletion_timestamp.is_some() };
-    let runs = status.container_statuses.iter().flatten().any(|container| {
+    let plain = status.container_statuses.iter().flatten();
+    let init = status.init_container_statuses.iter().flatten();
+    let ephemeral = status.ephemeral_container_statuses.iter().flatten();
+    let runs = plain.chain(init).chain(ephemeral).any(|container| {
         container
             .state
             .as_ref()
@@ -98,14 +116,14 @@ mod tests {
 
     #[test]
     fn a_pod_needs_its_volumes_until_no_container_runs() {
-        let containers = |state: &str| {
-            json!({
-                "phase": "Running",
-                "containerStatuses": [{
-                    "name": "c", "image": "i", "imageID": "", "ready": true, "restartCount": 0, "state": { state: {} },
-                }],
-            })
+        let status = |state: &str| {
+            json!([{
+                "name": "c", "image": "i", "imageID": "", "ready": true, "restartCount": 0, "state": { state: {} },
+            }])
         };
+        let containers =
+            |state: &str| json!({ "phase": "Running", "containerStatuses": status(state) });
+        let others = |kind: &str, state: &str| json!({ "phase": "Running", "containerStatuses": status("waiting"), kind: status(state) });
         for (status, deleting, ended) in [
             (json!({ "phase": "Pending" }), false, false),
             (json!({ "phase": "Pending" }), true, true),
@@ -114,6 +132,10 @@ mod tests {
             (containers("running"), false, false),
             (containers("running"), true, false),
             (containers("waiting"), true, true),
+            (others("initContainerStatuses", "running"), true, false),
+            (others("initContainerStatuses", "waiting"), true, true),
+            (others("ephemeralContainerStatuses", "running"), true, false),
+            (others("ephemeralContainerStatuses", "waiting"), true, true),
         ] {
             let pod = pod(status.clone(), deleting);
             assert_eq!(has_ended(&pod), ended, "{status} {deleting}");
@@ -125,6 +147,24 @@ mod tests {
         let pod = pod(json!({}), false);
         assert_eq!(claims(&pod), ["n/c", "n/p-b"]);
         assert_eq!(node(&pod).as_deref(), Some("n1"));
+    }
+
+    #[test]
+    fn a_claim_that_is_made_for_a_pod_is_controlled_by_it() {
+        let mut pod = pod(json!({}), false);
+        pod.metadata.uid = Some("1".to_owned());
+        let claim = |name: &str, owner: Value| -> PersistentVolumeClaim {
+            let metadata = json!({ "name": name, "namespace": "n", "ownerReferences": owner });
+            serde_json::from_value(json!({ "metadata": metadata })).unwrap()
+        };
+        let owner = |uid: &str, controller: bool| json!([{ "apiVersion": "v1", "kind": "Pod", "name": "p", "uid": uid, "controller": controller }]);
+        assert!(uses(&pod, &claim("c", json!([]))));
+        assert!(uses(&pod, &claim("p-b", owner("1", true))));
+        assert!(!uses(&pod, &claim("p-b", json!([]))), "a person has made it");
+        assert!(!uses(&pod, &claim("p-b", owner("2", true))), "an earlier pod of this name");
+        assert!(!uses(&pod, &claim("p-b", owner("1", false))));
+        pod.metadata.uid = None;
+        assert!(!uses(&pod, &claim("p-b", json!([]))));
     }
 
     #[test]

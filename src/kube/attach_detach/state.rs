@@ -1,18 +1,18 @@
 //! What the attach/detach loop knows beside what the attacher knows: pods and claims.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Pod};
+use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim, Pod};
 use kube::Client;
 use kube::api::Api;
 
-use super::pods::{claims, node};
+use super::pods::{are_bound, claim_of, claims, node, uses};
 use crate::kind::Kind;
 use crate::mirror::Index;
 
 /// The number of the index of pods by their claims.
-pub(super) const BY_CLAIM: usize = 0;
+const BY_CLAIM: usize = 0;
 /// The number of the index of pods by their node.
 pub(super) const BY_NODE: usize = 1;
 
@@ -34,6 +34,18 @@ impl Wanted {
             claims: Kind::of_namespaces(Api::all(client.clone()), &[]),
             refused: Mutex::default(),
         }
+    }
+
+    /// Returns the pods that use a volume.
+    pub(super) fn pods_of(&self, volume: &PersistentVolume) -> Vec<Arc<Pod>> {
+        let Some(name) = claim_of(volume) else { return Vec::new() };
+        let claim = self.claims.mirror.get(&name);
+        let Some(claim) = claim.filter(|claim| are_bound(volume, claim)) else {
+            return Vec::new();
+        };
+        let mut pods = self.pods.mirror.find(BY_CLAIM, &name);
+        pods.retain(|pod| uses(pod, &claim));
+        pods
     }
 
     /// Stores which pods of a volume are refused, each with the node that has it, and returns those that are new.
