@@ -13,7 +13,7 @@ use kube::ResourceExt;
 use serde_json::json;
 
 use crate::cluster::{Cluster, Key};
-use crate::grant::{VOLUME_ANNOTATION, VolumeGrant, grant_name};
+use crate::grant::{GRANT_LABEL, VOLUME_ANNOTATION, VolumeGrant, grant_label, grant_name};
 use crate::source::{self, MODE_ANNOTATION, NODE_ID_ANNOTATION, Source};
 use crate::storage::Backing;
 
@@ -57,7 +57,7 @@ pub(crate) fn way(
 }
 
 /// Makes an attachment a request: writes its finalizers, the node id, the volume and the mode, and has the volume
-/// decided about.
+/// decided about. The label finds the requests of a volume at the API server.
 pub(crate) async fn make_request(
     cluster: &Cluster,
     known: &VolumeAttachment,
@@ -69,11 +69,15 @@ pub(crate) async fn make_request(
     annotations.insert(NODE_ID_ANNOTATION.to_owned(), node_id);
     annotations.insert(VOLUME_ANNOTATION.to_owned(), source.handle.clone());
     annotations.insert(MODE_ANNOTATION.to_owned(), format!("{:?}", source.mode));
-    let body = json!({ "metadata": { "finalizers": finalizers, "annotations": annotations } });
+    let grant = grant_name(&cluster.config.driver, &source.handle);
+    let labels = json!({ GRANT_LABEL: grant_label(&grant) });
+    let body = json!({
+        "metadata": { "finalizers": finalizers, "annotations": annotations, "labels": labels },
+    });
     let what = "cannot make a request of VolumeAttachment";
     let prepared = cluster.attachments.patch(known, body, what).await?;
     cluster.metrics.write("attachment");
-    cluster.queue.add(Key::Grant(grant_name(&cluster.config.driver, &source.handle)));
+    cluster.queue.add(Key::Grant(grant));
     Ok(prepared)
 }
 

@@ -19,7 +19,7 @@ use tokio::time::{Instant, timeout_at};
 use crate::attaching::{self, Way};
 use crate::call_server::{CallAnswer, Calls, Publish};
 use crate::cluster::{BY_NODE, Cluster, Key, grant_of};
-use crate::grant::{VOLUME_ANNOTATION, grant_name};
+use crate::grant::{GRANT_LABEL, VOLUME_ANNOTATION, grant_name};
 use crate::queue::CONFLICT;
 use crate::source::{self, MODE_ANNOTATION, NODE_ID_ANNOTATION, Source};
 use crate::storage::Backing;
@@ -250,7 +250,8 @@ async fn withdraw(cluster: &Cluster, grant: &str, node: &str) -> Result<bool> {
     for known in attachments.iter().filter(|known| known.spec.node_name == node) {
         if source::request(known, &cluster.finalizer).is_some() {
             let annotations = json!({ VOLUME_ANNOTATION: null, MODE_ANNOTATION: null });
-            let body = json!({ "metadata": { "annotations": annotations } });
+            let labels = json!({ GRANT_LABEL: null });
+            let body = json!({ "metadata": { "annotations": annotations, "labels": labels } });
             let what = "cannot withdraw the request of VolumeAttachment";
             cluster.attachments.patch(known, body, what).await?;
             cluster.metrics.write("attachment");

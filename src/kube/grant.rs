@@ -29,6 +29,9 @@ pub const VOLUME_ANNOTATION: &str = "cleat.csi.storage/volume";
 /// The label with the name of the CSI driver whose volume it is.
 pub const DRIVER_LABEL: &str = "cleat.csi.storage/driver";
 
+/// The label of a VolumeAttachment that asks for a grant: [`grant_label`] of its name.
+pub(crate) const GRANT_LABEL: &str = "cleat.csi.storage/grant";
+
 /// The prefix of the labels with the names of nodes. The agent of a node selects by its label.
 const NODE_LABELS: &str = "node.cleat.csi.storage/";
 
@@ -211,6 +214,11 @@ pub fn grant_name(driver: &str, handle: &str) -> String {
     format!("{readable}-{hash}")
 }
 
+/// Returns the end of a grant's name, which differs for different volumes. The whole name is too long for a label.
+pub(crate) fn grant_label(name: &str) -> &str {
+    name.rsplit_once('-').map_or(name, |(_, hash)| hash)
+}
+
 /// Returns the key of the label of a node. A name that is too long for it ends with its hash.
 pub fn node_label(node: &str) -> String {
     const HASH: usize = 16;
@@ -245,7 +253,10 @@ mod tests {
             assert!(name.chars().all(is_plain) && !name.starts_with('-'), "{name}");
         }
         assert!(grant_name("d", "rbd/ceph/volumes//csi-vol-1").starts_with("csi-vol-1-"));
-        assert_ne!(grant_name("d", "rbd/a/p//v"), grant_name("d", "rbd/b/p//v"));
+        let (a, b) = (grant_name("d", "rbd/a/p//v"), grant_name("d", "rbd/b/p//v"));
+        assert_ne!(a, b);
+        assert_ne!(grant_label(&a), grant_label(&b));
+        assert_eq!(grant_label(&a).len(), 16);
         assert_ne!(grant_name("d", "v"), grant_name("e", "v"));
     }
 

@@ -5,7 +5,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use cleat_core::error::{Error, ErrorKind, Result};
-use kube::api::{Api, Patch, PatchParams};
+use kube::api::{Api, ListParams, Patch, PatchParams};
 use kube::{Resource, ResourceExt};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -66,6 +66,13 @@ where
             }
             Err(error) => Err(error),
         }
+    }
+
+    /// Reads the present state of the objects that `selected` selects.
+    pub(crate) async fn refresh_all(&self, selected: &ListParams) -> Result<Vec<Arc<K>>> {
+        let what = || format!("cannot list {}", K::plural(&()));
+        let listed = call(what, self.api.list(selected)).await?;
+        Ok(listed.items.into_iter().map(|object| self.mirror.put(object)).collect())
     }
 
     /// Reads the present state of an object.

@@ -28,6 +28,8 @@ mod controller;
 pub mod crd;
 mod events;
 mod failures;
+#[cfg(test)]
+mod fake;
 pub mod grant;
 mod heartbeat;
 mod kind;

@@ -58,6 +58,12 @@ impl<K: ResourceExt + 'static> Mirror<K> {
         self.lock().objects.get(name).cloned()
     }
 
+    /// Returns the last state of an object that the watch has shown. What the watch has not shown yet is later than that:
+    /// unlike [`Mirror::get`], which can return the answer of a call, it does not run ahead of other objects.
+    pub(crate) fn shown(&self, name: &str) -> Option<Arc<K>> {
+        self.lock().shown.get(name).cloned()
+    }
+
     /// Returns all objects.
     pub(crate) fn all(&self) -> Vec<Arc<K>> {
         self.lock().objects.values().cloned().collect()

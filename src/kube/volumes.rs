@@ -11,13 +11,13 @@ use cleat_grants::policy::{FencingReason, NodeState, Policy};
 use cleat_grants::record::{Record, Target};
 use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::ResourceExt;
-use kube::api::PostParams;
+use kube::api::{ListParams, PostParams};
 use serde_json::json;
 
 use crate::api::{self, call};
-use crate::cluster::{Cluster, Key};
+use crate::cluster::{Cluster, Key, grant_of};
 use crate::events::describe;
-use crate::grant::{self, FINALIZER, VOLUME_ANNOTATION, VolumeGrant};
+use crate::grant::{self, FINALIZER, GRANT_LABEL, VOLUME_ANNOTATION, VolumeGrant, grant_label};
 use crate::queue::Next;
 use crate::source;
 use crate::storage::{self, Backing, Fencing};
@@ -275,18 +275,35 @@ impl<'a> ObservedVolume<'a> {
         storage::on_thread(&self.storage, &self.handle, run).await
     }
 
-    /// Looks at the API server whether the volume is still requested for a node. Two watches do not proceed at the
-    /// same speed: a grant of the previous leader can arrive before its request, and must not be revoked.
+    /// Looks at the API server whether the volume is still requested for a node, in the mode that it is granted, if the watch
+    /// of the attachments has not shown the end of a request. Two watches do not proceed at the same speed: a grant of the
+    /// previous leader can arrive before its request, and must not be revoked.
     async fn is_requested(&self, node: &str) -> Result<bool> {
-        let name = attachment_name(&self.handle, &self.cluster.config.driver, node);
         let attachments = &self.cluster.attachments;
-        let known = attachments.mirror.get(&name);
-        if known.is_some_and(|known| known.metadata.deletion_timestamp.is_some()) {
+        let of_node = self.cluster.attachments_of(self.name).into_iter();
+        let mut shown = of_node
+            .filter(|known| known.spec.node_name == node)
+            .filter_map(|known| attachments.mirror.shown(&known.name_any()));
+        if shown.any(|known| known.metadata.deletion_timestamp.is_some()) {
             return Ok(false);
         }
-        let refreshed = attachments.refresh(&name).await?;
-        let asks = |known: &VolumeAttachment| source::request(known, &self.cluster.finalizer);
-        Ok(refreshed.is_some_and(|known| asks(&known).is_some()))
+        let holders = self.grant.iter().flat_map(|grant| &grant.spec.holders);
+        let granted = holders.filter(|holder| holder.node == node).map(|holder| holder.mode).next();
+        let asks = |known: &VolumeAttachment| {
+            let asked = grant_of(known).filter(|grant| grant == self.name);
+            let request = asked.and_then(|_| source::request(known, &self.cluster.finalizer));
+            request.is_some_and(|request| {
+                request.node == node && granted.is_none_or(|mode| mode == request.mode)
+            })
+        };
+        // A request that an earlier version has made has no label, but mostly the name that Kubernetes gives it.
+        let name = attachment_name(&self.handle, &self.cluster.config.driver, node);
+        if attachments.refresh(&name).await?.is_some_and(|known| asks(&known)) {
+            return Ok(true);
+        }
+        let label = format!("{GRANT_LABEL}={}", grant_label(self.name));
+        let selected = attachments.refresh_all(&ListParams::default().labels(&label)).await?;
+        Ok(selected.iter().any(|known| asks(known)))
     }
 
     /// Waits: has the attachments answered, writes down what the volume waits for if that takes long, and returns
@@ -374,7 +391,62 @@ pub(crate) fn attachment_name(handle: &str, driver: &str, node: &str) -> String 
 
 #[cfg(test)]
 mod tests {
+    use kube::runtime::watcher::Event;
+
     use super::*;
+    use crate::fake::{self, DRIVER};
+    use crate::grant::grant_name;
+
+    const HANDLE: &str = "rbd/c/p//v";
+
+    /// An attachment that no controller of Kubernetes has made, and that is a request for the node `a`.
+    fn request(cluster: &Cluster, is_ending: bool) -> VolumeAttachment {
+        let name = grant_name(DRIVER, HANDLE);
+        let annotations =
+            json!({ VOLUME_ANNOTATION: HANDLE, source::MODE_ANNOTATION: "ReadWrite" });
+        let deleted = is_ending.then_some("2030-01-01T00:00:00Z");
+        serde_json::from_value(json!({
+            "metadata": {
+                "name": "by-hand", "uid": "1", "resourceVersion": if is_ending { "8" } else { "7" },
+                "finalizers": [cluster.finalizer], "annotations": annotations,
+                "labels": { GRANT_LABEL: grant_label(&name) }, "deletionTimestamp": deleted,
+            },
+            "spec": { "attacher": DRIVER, "nodeName": "a", "source": {} },
+        }))
+        .unwrap()
+    }
+
+    fn volume<'a>(cluster: &'a Cluster, name: &'a str) -> ObservedVolume<'a> {
+        ObservedVolume::of_handle(cluster, name, HANDLE).unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_request_that_the_watch_has_not_shown_is_found_whatever_its_name() {
+        let name = grant_name(DRIVER, HANDLE);
+        let known = request(&fake::cluster(Vec::new()).0, false);
+        let (cluster, asked) = fake::cluster(vec![known]);
+        assert!(cluster.requests(&name).is_empty());
+        assert!(volume(&cluster, &name).is_requested("a").await.unwrap());
+        assert!(!volume(&cluster, &name).is_requested("b").await.unwrap());
+        assert_eq!(cluster.requests(&name).len(), 1, "it is in the mirror now");
+        assert_eq!(asked.lock().unwrap().len(), 4);
+        let (cluster, _) = fake::cluster(Vec::new());
+        assert!(!volume(&cluster, &name).is_requested("a").await.unwrap());
+    }
+
+    #[tokio::test]
+    async fn the_end_of_a_request_is_read_only_if_the_watch_has_not_shown_it() {
+        let name = grant_name(DRIVER, HANDLE);
+        let (cluster, asked) = fake::cluster(Vec::new());
+        let ending = request(&cluster, true);
+        // The answer of a call: the watch may not have shown other requests yet.
+        cluster.attachments.mirror.put(ending.clone());
+        assert!(!volume(&cluster, &name).is_requested("a").await.unwrap());
+        assert_eq!(std::mem::take(&mut *asked.lock().unwrap()).len(), 2);
+        cluster.attachments.mirror.apply(Event::Apply(ending));
+        assert!(!volume(&cluster, &name).is_requested("a").await.unwrap());
+        assert!(asked.lock().unwrap().is_empty());
+    }
 
     #[test]
     fn the_name_of_an_attachment_is_that_of_kubernetes() {

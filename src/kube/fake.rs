@@ -1,0 +1,115 @@
+//! For unit tests: an API server that has only VolumeAttachments, a storage without volumes, and a cluster with both.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_core::random::Random;
+use cleat_grants::policy::Policy;
+use cleat_grants::record::{Record, Target};
+use hyper::{Request, Response};
+use k8s_openapi::api::storage::v1::VolumeAttachment;
+use kube::client::Body;
+use kube::{Client, ResourceExt};
+use serde_json::{Value, json};
+
+use crate::cluster::Cluster;
+use crate::config::{Config, SWEEP_PERIOD};
+use crate::lease::Timing;
+use crate::metrics::Metrics;
+use crate::storage::{Backing, Fencing, Storage};
+
+/// The name of the driver.
+pub(crate) const DRIVER: &str = "cleat.csi.storage";
+
+/// The paths of the requests that an API server has answered.
+pub(crate) type Asked = Arc<Mutex<Vec<String>>>;
+
+/// Returns a cluster whose API server has these attachments and whose mirrors are empty, and what it is asked for.
+pub(crate) fn cluster(attachments: Vec<VolumeAttachment>) -> (Cluster, Asked) {
+    let asked = Asked::default();
+    let requests = Arc::clone(&asked);
+    let service = tower::service_fn(move |request: Request<Body>| {
+        let path = request.uri().path_and_query().map(ToString::to_string).unwrap_or_default();
+        let (code, body) = answer(&attachments, &path);
+        requests.lock().unwrap_or_else(PoisonError::into_inner).push(path);
+        let body = Body::from(body.to_string().into_bytes());
+        async move { Response::builder().status(code).body(body) }
+    });
+    let config = Config {
+        kubeconfig: None,
+        driver: DRIVER.to_owned(),
+        namespace: None,
+        identity: "test".to_owned(),
+        listen: None,
+        workers: 1,
+        policy: Policy::default(),
+        calls: None,
+        attach_detach: false,
+        remediation: None,
+        sweep_period: SWEEP_PERIOD,
+        election: Timing::default(),
+        after_step: |_| (),
+    };
+    let client = Client::new(service, "default");
+    let (metrics, random) = (Arc::new(Metrics::default()), Random::seeded(1));
+    (Cluster::new(&client, &config, Arc::new(NoVolumes), metrics, random), asked)
+}
+
+/// Answers a list with a selector of one label, or a read of one object.
+fn answer(attachments: &[VolumeAttachment], path: &str) -> (u16, Value) {
+    if let Some((_, selector)) = path.split_once("labelSelector=") {
+        let selector = selector.split('&').next().unwrap_or_default();
+        let selector = selector.replace("%2F", "/").replace("%3D", "=");
+        let is_selected = |known: &&VolumeAttachment| {
+            known.labels().iter().any(|(key, value)| format!("{key}={value}") == selector)
+        };
+        let items: Vec<_> = attachments.iter().filter(is_selected).collect();
+        return (200, json!({ "metadata": {}, "items": items }));
+    }
+    let name = path.rsplit('/').next().unwrap_or_default().trim_end_matches('?');
+    match attachments.iter().find(|known| known.name_any() == name) {
+        Some(known) => (200, json!(known)),
+        None => {
+            let status = json!({
+                "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+                "message": "not found", "reason": "NotFound", "code": 404,
+            });
+            (404, status)
+        }
+    }
+}
+
+/// A storage that has none of the volumes that it can fence.
+#[derive(Debug)]
+struct NoVolumes;
+
+impl NoVolumes {
+    fn missing<T>() -> Result<T> {
+        Err(Error::new(ErrorKind::NotFound, "the volume does not exist"))
+    }
+}
+
+impl Storage for NoVolumes {
+    fn find(&self, _: &str) -> Result<Backing> {
+        Ok(Backing::Granted(Arc::new(Self)))
+    }
+}
+
+impl Fencing for NoVolumes {
+    fn record(&self, _: Instant) -> Result<Record> {
+        Self::missing()
+    }
+
+    fn fence(&self, _: &Target, _: Instant) -> Result<()> {
+        Self::missing()
+    }
+
+    fn unfence(&self, _: &str, _: Instant) -> Result<()> {
+        Self::missing()
+    }
+
+    fn release(&self, _: &str, _: &str, _: Instant) -> Result<()> {
+        Self::missing()
+    }
+}
