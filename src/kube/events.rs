@@ -21,15 +21,21 @@ impl Events {
         Self(Recorder::new(client, reporter))
     }
 
-    /// Writes an event about a grant.
+    /// Writes an event about a grant that is not in a normal move.
     pub(crate) async fn publish(&self, grant: &VolumeGrant, reason: &str, note: String) {
-        self.publish_about(&grant.object_ref(&()), reason, note).await;
+        self.publish_about(&grant.object_ref(&()), EventType::Warning, reason, note).await;
     }
 
     /// Writes an event about an object.
-    pub(crate) async fn publish_about(&self, about: &ObjectReference, reason: &str, note: String) {
+    pub(crate) async fn publish_about(
+        &self,
+        about: &ObjectReference,
+        type_: EventType,
+        reason: &str,
+        note: String,
+    ) {
         let event = Event {
-            type_: EventType::Warning,
+            type_,
             reason: reason.to_owned(),
             note: Some(note),
             action: reason.to_owned(),

@@ -102,16 +102,17 @@ async fn node(world: &World, name: &str) -> Node {
     world.all::<Node>().get(name).await.unwrap()
 }
 
-/// Waits for an event about a node.
-async fn event(world: &World, node: &str, text: &str) {
+/// Waits for an event about a node, and returns its reason and its type.
+async fn event(world: &World, node: &str, text: &str) -> (String, String) {
     let events: Api<Event> = Api::namespaced(world.client.clone(), "default");
     let about = ListParams::default().fields(&format!("involvedObject.name={node}"));
     eventually(&format!("{node} has an event with {text}"), async || {
         let found = events.list(&about).await.unwrap().items;
         let says = |event: &Event| event.message.as_ref().is_some_and(|note| note.contains(text));
-        found.iter().any(says).then_some(())
+        let found = found.iter().find(|event| says(event))?;
+        Some((found.reason.clone()?, found.type_.clone()?))
     })
-    .await;
+    .await
 }
 
 /// Makes a pod on `node` that uses the claim `claim`.
@@ -189,8 +190,14 @@ fn a_silent_node_loses_volumes_and_pods_and_returns_by_itself() {
         let lost = node(&world, &a.name).await;
         assert!(lost.annotations().contains_key(LOST));
         assert_eq!(taint(&lost).as_deref(), Some(world.driver.as_str()));
-        event(&world, &a.name, "neither kubelet nor cleat").await;
-        event(&world, &a.name, "out-of-service").await;
+        for (text, reason) in [
+            ("neither kubelet nor cleat", "NodeLost"),
+            ("out-of-service", "OutOfService"),
+            ("its pods with volumes are deleted", "PodsDeleted"),
+        ] {
+            let expected = (reason.to_owned(), "Warning".to_owned());
+            assert_eq!(event(&world, &a.name, text).await, expected);
+        }
         // Kubernetes detaches then, and attaches elsewhere.
         let second = world.attach(&volume, &b.name).await;
         world.detach(&first).await;
@@ -210,7 +217,8 @@ fn a_silent_node_loses_volumes_and_pods_and_returns_by_itself() {
             (!is_marked).then_some(())
         })
         .await;
-        event(&world, &a.name, "in service").await;
+        let returned = event(&world, &a.name, "in service").await;
+        assert_eq!(returned, ("NodeReturned".to_owned(), "Normal".to_owned()));
         nothing_happens_to_many_nodes_or_in_maintenance(&world, &a, &b).await;
         controller.stop().await;
         let controller = world.controller_of(config(&world, true).await);

@@ -20,6 +20,7 @@ use cleat_grants::object::Signal;
 use k8s_openapi::api::core::v1::{PersistentVolume, Pod};
 use k8s_openapi::api::storage::v1::{CSIDriver, VolumeAttachment};
 use kube::api::{Api, DeleteParams, PostParams, Preconditions};
+use kube::runtime::events::EventType;
 use kube::{Client, Resource, ResourceExt};
 use serde_json::json;
 
@@ -250,6 +251,7 @@ async fn report(
             "Multi-Attach error for volume \"{volume}\": the volume is already used by pods on node {node}"
         );
         tracing::info!(volume, pod, node, "a pod waits: another node uses its volume");
-        cluster.events.publish_about(&found.object_ref(&()), "FailedAttachVolume", note).await;
+        let (about, reason) = (found.object_ref(&()), "FailedAttachVolume");
+        cluster.events.publish_about(&about, EventType::Warning, reason, note).await;
     }
 }

@@ -19,6 +19,7 @@ use std::time::Duration;
 
 use cleat_core::error::Result;
 use k8s_openapi::api::core::v1::Node;
+use kube::runtime::events::EventType;
 use kube::{Resource, ResourceExt};
 use tokio::time::Instant;
 
@@ -85,7 +86,7 @@ struct Watch {
     beats: Beats,
     /// The lost nodes without pods.
     cleared: BTreeSet<String>,
-    /// The last step of each node that was only said.
+    /// The last step of each node that is repeated and has an event already.
     said: BTreeMap<String, Step>,
     failed: String,
 }
@@ -187,17 +188,18 @@ impl Watch {
     async fn step(&mut self, node: &Node, step: Step) -> Result<()> {
         let name = node.name_any();
         if self.settings.dry_run || matches!(step, Step::Spare | Step::Refuse) {
-            if self.said.insert(name, step) != Some(step) {
-                self.say(node, step).await;
-            }
+            self.say_once(node, step).await;
             return Ok(());
         }
         match step {
             Step::Mark => self.mark(node).await?,
             Step::Taint => self.taint(node).await?,
             Step::DeletePods => {
-                if self.delete_pods(&name).await? {
+                // Repeated until none is left: a finalizer can keep a pod.
+                if self.delete_pods(&name).await? == 0 {
                     self.cleared.insert(name);
+                } else {
+                    self.say_once(node, step).await;
                 }
                 return Ok(());
             }
@@ -209,6 +211,13 @@ impl Watch {
         }
         self.say(node, step).await;
         Ok(())
+    }
+
+    /// As [`Self::say`], unless it was the last step that was said of the node.
+    async fn say_once(&mut self, node: &Node, step: Step) {
+        if self.said.insert(node.name_any(), step) != Some(step) {
+            self.say(node, step).await;
+        }
     }
 
     /// Writes an event about a node, and a line of the log.
@@ -244,7 +253,11 @@ impl Watch {
             true => (format!("DryRun{reason}"), format!("dry run, nothing is changed: {text}")),
             false => (reason.to_owned(), text),
         };
+        let type_ = match step {
+            Step::Return | Step::Spare => EventType::Normal,
+            Step::Mark | Step::Refuse | Step::Taint | Step::DeletePods => EventType::Warning,
+        };
         tracing::warn!(node = node.name_any(), "{text}");
-        self.cluster.events.publish_about(&node.object_ref(&()), &reason, text).await;
+        self.cluster.events.publish_about(&node.object_ref(&()), type_, &reason, text).await;
     }
 }

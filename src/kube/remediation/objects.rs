@@ -86,8 +86,8 @@ impl Watch {
         Ok(())
     }
 
-    /// Deletes the pods of a node that use volumes of the driver. Returns whether there was none.
-    pub(super) async fn delete_pods(&self, node: &str) -> Result<bool> {
+    /// Deletes the pods of a node that use volumes of the driver. Returns how many there were.
+    pub(super) async fn delete_pods(&self, node: &str) -> Result<usize> {
         let client = self.cluster.nodes.api.clone().into_client();
         let selected = ListParams::default().fields(&format!("spec.nodeName={node}"));
         let all = Api::<Pod>::all(client.clone());
@@ -102,7 +102,7 @@ impl Watch {
             self.cluster.metrics.write("pod");
             tracing::warn!(node, pod = format!("{namespace}/{}", pod.name_any()), "deleted");
         }
-        Ok(ours.is_empty())
+        Ok(ours.len())
     }
 
     fn uses(&self, pod: &Pod, claims: &BTreeSet<String>) -> bool {
