@@ -165,6 +165,19 @@ impl<'a> Scene<'a> {
         self.world.attached(&name).await
     }
 
+    /// Starts another controller, and removes the grant before.
+    async fn without_grant(self) -> Self {
+        let Scene { world, controller, nodes, volume } = self;
+        controller.stop().await;
+        let grants = world.all::<VolumeGrant>();
+        let name = grant_name(&world.driver, "shared/v");
+        let patch = Patch::Merge(json!({ "metadata": { "finalizers": null } }));
+        grants.patch(&name, &PatchParams::default(), &patch).await.unwrap();
+        grants.delete(&name, &DeleteParams::default()).await.unwrap();
+        let controller = world.controller_of(config(world).await);
+        Scene { world, controller, nodes, volume }
+    }
+
     /// Returns how much the controller has written, and the versions of what says where the volume is attached.
     async fn written(&self) -> (u64, Vec<Option<String>>) {
         let grant = self.world.grant("shared/v").await.unwrap();
@@ -381,15 +394,7 @@ fn row_24_a_volume_is_in_use_until_its_node_says_otherwise() {
         scene.stays(&[(a.clone(), false)]).await;
         world.mount("shared/v", a, generation).await;
         // A new controller does not know it better, even if the grant is lost, as after a restored backup.
-        let Scene { controller, nodes, volume, .. } = scene;
-        controller.stop().await;
-        let grants = world.all::<VolumeGrant>();
-        let name = grant_name(&world.driver, "shared/v");
-        let patch = Patch::Merge(json!({ "metadata": { "finalizers": null } }));
-        grants.patch(&name, &PatchParams::default(), &patch).await.unwrap();
-        grants.delete(&name, &DeleteParams::default()).await.unwrap();
-        let controller = world.controller_of(config(&world).await);
-        let scene = Scene { world: &world, controller, nodes, volume };
+        let scene = scene.without_grant().await;
         let [a, _] = &scene.nodes;
         eventually("the grant is made again from the record", async || {
             world.grant("shared/v").await?.stored().grant.holder(a).map(|_| ())
@@ -398,6 +403,33 @@ fn row_24_a_volume_is_in_use_until_its_node_says_otherwise() {
         scene.stays(&[(a.clone(), false)]).await;
         world.release("shared/v", a, generation).await;
         scene.detached().await;
+        scene.controller.stop().await;
+    });
+}
+
+#[test]
+fn row_24_a_deleted_volume_whose_grant_is_lost_is_in_use_until_the_storage_says_so() {
+    run(async |world: World| {
+        let scene = Scene::new(&world).await;
+        let [a, _] = &scene.nodes;
+        scene.pod("one", a).await;
+        let generation = scene.attached(a).await;
+        world.mount("shared/v", a, generation).await;
+        scene.remove("one").await;
+        let image = world.storage.image("shared/v");
+        image.set_down(true);
+        let scene = scene.without_grant().await;
+        let [a, _] = &scene.nodes;
+        let asked = image.begun();
+        eventually("a storage that is down was asked again", async || {
+            (image.begun() > asked + 1).then_some(())
+        })
+        .await;
+        scene.stays(&[(a.clone(), false)]).await;
+        image.delete();
+        image.set_down(false);
+        scene.detached().await;
+        assert!(world.grant("shared/v").await.is_none());
         scene.controller.stop().await;
     });
 }

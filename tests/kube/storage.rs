@@ -24,6 +24,7 @@ pub(crate) struct Image {
     record: Mutex<Record>,
     cut: Mutex<BTreeSet<String>>,
     is_down: AtomicBool,
+    is_deleted: AtomicBool,
     /// The calls for this volume that are in progress.
     calls: AtomicUsize,
     /// The calls for this volume that have begun.
@@ -96,6 +97,11 @@ impl Image {
         self.is_down.store(is_down, Ordering::SeqCst);
     }
 
+    /// Deletes the volume at the storage.
+    pub(crate) fn delete(&self) {
+        self.is_deleted.store(true, Ordering::SeqCst);
+    }
+
     /// Has the next call hang for this time. Later calls are answered meanwhile.
     pub(crate) fn hang_once(&self, time: Duration) {
         self.hang_ms.store(u64::try_from(time.as_millis()).unwrap(), Ordering::SeqCst);
@@ -119,6 +125,9 @@ impl Image {
         std::thread::sleep(Duration::from_millis(time_ms));
         let result = match self.is_down.load(Ordering::SeqCst) {
             true => Err(Error::new(ErrorKind::Unavailable, "the storage does not answer")),
+            false if self.is_deleted.load(Ordering::SeqCst) => {
+                Err(Error::new(ErrorKind::NotFound, "the volume does not exist"))
+            }
             false => Ok(run()),
         };
         self.calls.fetch_sub(1, Ordering::SeqCst);

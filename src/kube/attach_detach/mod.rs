@@ -30,7 +30,7 @@ use crate::cluster::{BY_VOLUME, Cluster, Key};
 use crate::grant::grant_name;
 use crate::kind::full_name;
 use crate::queue::Next;
-use crate::volumes::attachment_name;
+use crate::volumes::{ObservedVolume, attachment_name};
 use plan::{Attachment, Facts, Plan, plan};
 use state::{BY_NODE, Wanted};
 
@@ -78,7 +78,12 @@ pub(crate) async fn check(client: &Client, driver: &str) -> Result<()> {
 /// Creates and deletes the attachments of the PersistentVolume `name`.
 pub(crate) async fn sync(cluster: &Cluster, wanted: &Wanted, name: &str) -> Result<Next> {
     let volume = cluster.volumes.mirror.get(name);
-    let facts = facts(cluster, wanted, name, volume.as_deref());
+    let mut facts = facts(cluster, wanted, name, volume.as_deref());
+    // What does not depend on it is done also if the storage does not answer.
+    let gone = if facts.waits() { is_gone(cluster, volume.as_deref()).await } else { Ok(false) };
+    if matches!(gone, Ok(true)) {
+        facts.attachments.iter_mut().for_each(|known| known.unused = true);
+    }
     let Plan { detach: ending, attach: nodes, refused } = plan(&facts);
     for attachment in &ending {
         detach(cluster, attachment).await?;
@@ -87,10 +92,8 @@ pub(crate) async fn sync(cluster: &Cluster, wanted: &Wanted, name: &str) -> Resu
         attach(cluster, volume.as_deref(), name, node).await?;
     }
     report(cluster, wanted, name, refused).await;
-    let is_needed = |node: &str| facts.pods.iter().any(|pod| pod.node == node);
-    let mut attached = facts.attachments.iter().filter(|known| !known.ending);
-    let waits = attached.any(|known| !known.unused && !is_needed(&known.node));
-    Ok(if waits { Next::After(look_again(cluster, &facts)) } else { Next::Done })
+    gone?;
+    Ok(if facts.waits() { Next::After(look_again(cluster, &facts)) } else { Next::Done })
 }
 
 /// Returns when to look again at nodes that still use a volume: when the first of them has not been ready for so long
@@ -153,7 +156,8 @@ fn attachment(
 }
 
 /// Returns whether a node has said that it does not use the volume. Until then it is assumed to use it, also if the grant
-/// was lost: it is made again from the record at the storage. A volume that needs no grant is not asked for.
+/// was lost: it is made again from the record at the storage, unless the volume [`is_gone`]. A volume that needs no grant is
+/// not asked for.
 fn is_released(
     cluster: &Cluster,
     volume: Option<&PersistentVolume>,
@@ -166,6 +170,21 @@ fn is_released(
     let (grant, node) = (grant.stored().grant, &attachment.spec.node_name);
     let Some(holder) = grant.holder(node) else { return true };
     grant.is_true(node, Signal::SafeToDetach, holder.generation)
+}
+
+/// Returns whether the storage has answered that a volume does not exist whose grant was lost: no node can use it, and the
+/// grant cannot be made again from the record. A storage that does not answer proves nothing.
+async fn is_gone(cluster: &Cluster, volume: Option<&PersistentVolume>) -> Result<bool> {
+    let csi = volume.and_then(|volume| volume.spec.as_ref()?.csi.as_ref());
+    let Some(csi) = csi else { return Ok(false) };
+    let grant = grant_name(&csi.driver, &csi.volume_handle);
+    let Some(observed) = ObservedVolume::of_handle(cluster, &grant, &csi.volume_handle) else {
+        return Ok(false);
+    };
+    if observed.grant.is_some() || observed.read_record().await?.is_some() {
+        return Ok(false);
+    }
+    Ok(cluster.grants.refresh(&grant).await?.is_none())
 }
 
 fn was_granted(attachment: &VolumeAttachment) -> bool {

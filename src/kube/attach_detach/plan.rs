@@ -40,6 +40,15 @@ pub(super) struct Facts {
     pub(super) ending: bool,
 }
 
+impl Facts {
+    /// Returns whether a node has the volume that no pod there needs, and still uses it.
+    pub(super) fn waits(&self) -> bool {
+        let is_needed = |node: &str| self.pods.iter().any(|pod| pod.node == node);
+        let mut attached = self.attachments.iter().filter(|known| !known.ending && !known.unused);
+        attached.any(|known| !is_needed(&known.node))
+    }
+}
+
 /// What to do, in this order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Plan {
@@ -112,7 +121,9 @@ mod tests {
         let mut facts = Facts { pods: vec![pod("new", "n2", 2)], ..Facts::default() };
         facts.attachments.push(attachment("n1", false, false));
         assert_eq!(plan(&facts), Plan::default(), "the node still uses it, and nothing is refused");
+        assert!(facts.waits());
         facts.attachments[0].unused = true;
+        assert!(!facts.waits());
         assert_eq!(plan(&facts), Plan { detach: vec!["to-n1".to_owned()], ..Plan::default() });
         facts.attachments[0].ending = true;
         assert_eq!(plan(&facts), Plan::default());
