@@ -36,8 +36,6 @@ pub struct View<'a> {
 /// What the agent has read from the API server.
 #[derive(Debug, Clone, Copy)]
 pub enum Grants<'a> {
-    /// There is no API server, and the node grants volumes to itself.
-    Standalone,
     /// The agent has not listed the grants since it has started.
     NotListed,
     /// The last known state. It may be old.
@@ -52,7 +50,7 @@ pub enum Grants<'a> {
 /// What the agent observes on its node. Every field is observed: none follows from what was requested.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Local {
-    /// Whether kubelet, or a user in the standalone mode, wants the volume on this node.
+    /// Whether kubelet wants the volume on this node.
     pub wanted: bool,
     /// The mapping; `None` if there is no mount, no opener, no device and no worker, and everything written
     /// was flushed or has failed.
@@ -66,7 +64,7 @@ pub struct Local {
 /// A mapping on the node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mapping {
-    /// The generation with which it was claimed; [`Generation`] 0 in the standalone mode.
+    /// The generation with which it was claimed; [`Generation`] 0 if it was claimed without a grant.
     pub generation: Generation,
     /// The client of the storage.
     pub client: String,
@@ -247,9 +245,6 @@ fn is_revoked(view: &View<'_>, generation: Generation) -> bool {
 /// Decides for a volume that is not mapped: claim it, or release what is left of an earlier claim.
 fn unmapped(view: &View<'_>, now: Time) -> Option<Step> {
     let local = view.local;
-    if matches!(view.grants, Grants::Standalone) && local.wanted {
-        return Some(Step::Claim(Generation::default()));
-    }
     let holder = granted(view).filter(|_| local.wanted);
     let refusal = local.refusal.as_ref();
     let is_refused =

@@ -11,7 +11,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 pub const MAX_HOLDERS: usize = 64;
 
 /// The number of a grant. Each new grant of a volume gets a higher one, and a claim at the storage carries
-/// it. 0 is a claim without a grant: the standalone mode, without an API server.
+/// it. 0 is a claim without a grant: that of a node that uses no grants and needs no API server.
 #[derive(
     Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]

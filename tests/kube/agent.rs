@@ -11,7 +11,7 @@ use tonic::Code;
 use crate::control_plane::ControlPlane;
 use crate::fixture::{World, eventually, run};
 use crate::node::TestNode;
-use crate::rbd::{create, volumes};
+use crate::rbd::{create, open, remove_claim, volumes};
 
 /// Creates an image, and returns its handle.
 pub(crate) async fn image(name: &'static str) -> String {
@@ -90,6 +90,37 @@ fn row_21_a_volume_without_a_grant_is_not_mapped() {
         let fixed = b.stage("static-volume").await.unwrap_err();
         assert!(fixed.message().contains("it is a static volume"), "{fixed}");
         controller.stop().await;
+    });
+}
+
+#[test]
+fn row_16_without_an_api_server_a_node_maps_and_the_claim_alone_refuses_a_second_one() {
+    run(async |world: World| {
+        const NAME: &str = "standalone";
+        let nodes = [
+            TestNode::start_without_grants(&world, "a").await,
+            TestNode::start_without_grants(&world, "b").await,
+        ];
+        let [a, b] = &nodes;
+        let handle = &image(NAME).await;
+        a.stage(handle).await.unwrap();
+        assert_eq!(record(handle).await.generation, Generation(0));
+        let refused = b.stage(handle).await.unwrap_err();
+        assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+        assert!(refused.message().contains(&a.name), "{refused}");
+        assert!(b.view(handle).is_none_or(|view| view.device.is_none()));
+        a.unstage(handle).await.unwrap();
+        b.stage(handle).await.unwrap();
+        b.unstage(handle).await.unwrap();
+        // An image that was claimed with a grant once, until a person removes the record.
+        let granted = open(handle, "node-of-a-cluster", Generation(3)).unwrap();
+        drop(granted);
+        let refused = a.stage(handle).await.unwrap_err();
+        assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+        assert!(refused.message().contains("without a grant"), "{refused}");
+        tokio::task::spawn_blocking(|| remove_claim(NAME)).await.unwrap();
+        a.stage(handle).await.unwrap();
+        assert!(world.grant(handle).await.is_none());
     });
 }
 

@@ -50,23 +50,38 @@ impl TestNode {
         Self::start_as(world, name, kubeconfig, after).await
     }
 
+    /// Starts a node that uses no grants, and knows no API server.
+    pub(crate) async fn start_without_grants(world: &World, name: &str) -> Self {
+        let name = format!("{name}.{}", world.driver);
+        let machine = Self::machine_of(world, &name).await;
+        let (machine, supervisor, client) = serve(machine).await;
+        Self { name, machine: Some(machine), supervisor: Some(supervisor), client }
+    }
+
+    /// Makes a machine with the CSI driver, which has the cluster and no grants.
+    async fn machine_of(world: &World, name: &str) -> Machine {
+        let mut machine = blocking(Machine::new).await;
+        name.clone_into(&mut machine.config.node_name);
+        let csi = &mut machine.config.csi;
+        csi.enabled = true;
+        csi.driver.clone_from(&world.driver);
+        csi.register = false;
+        csi.socket = Some(machine.directory.path().join("csi.sock"));
+        csi.clusters = blocking(crate::rbd::clusters).await;
+        machine
+    }
+
     async fn start_as(
         world: &World,
         name: String,
         kubeconfig: PathBuf,
         force_revoked_after: Duration,
     ) -> Self {
-        let mut machine = blocking(Machine::new).await;
-        machine.config.node_name.clone_from(&name);
+        let mut machine = Self::machine_of(world, &name).await;
         let csi = &mut machine.config.csi;
-        csi.enabled = true;
-        csi.driver.clone_from(&world.driver);
-        csi.register = false;
-        csi.socket = Some(machine.directory.path().join("csi.sock"));
         csi.grants = true;
         csi.force_revoked_after = force_revoked_after;
         csi.kubeconfig = Some(kubeconfig);
-        csi.clusters = blocking(crate::rbd::clusters).await;
         let (machine, supervisor, client) = serve(machine).await;
         Self { name, machine: Some(machine), supervisor: Some(supervisor), client }
     }
@@ -132,6 +147,8 @@ impl TestNode {
 
     /// Stages a volume as a block device.
     pub(crate) async fn stage(&self, handle: &str) -> Result<(), Status> {
+        let is_granted = self.machine().config.csi.grants;
+        let published = is_granted.then(|| ("generation".to_owned(), "1".to_owned()));
         let request = csi::NodeStageVolumeRequest {
             volume_id: handle.to_owned(),
             staging_target_path: self.staging(handle),
@@ -139,7 +156,7 @@ impl TestNode {
                 access_mode: Some(AccessMode { mode: Mode::SingleNodeWriter.into() }),
                 access_type: Some(AccessType::Block(BlockVolume {})),
             }),
-            publish_context: [("generation".to_owned(), "1".to_owned())].into(),
+            publish_context: published.into_iter().collect(),
             ..Default::default()
         };
         self.client.clone().node_stage_volume(request).await.map(drop)
@@ -214,7 +231,7 @@ impl Drop for TestNode {
     }
 }
 
-/// Starts the supervisor of a machine with CSI and the agent, as `cleat node` does.
+/// Starts the supervisor of a machine with CSI and, if it uses grants, the agent, as `cleat node` does.
 async fn serve(machine: Machine) -> (Machine, Supervisor, NodeClient<Channel>) {
     let (machine, supervisor) = blocking(move || {
         let supervisor = machine.start();
@@ -224,9 +241,13 @@ async fn serve(machine: Machine) -> (Machine, Supervisor, NodeClient<Channel>) {
     let (config, executor) = (machine.config.clone(), supervisor.executor());
     let node = executor.node_name().to_owned();
     let driver = Driver::new(config.csi.clone(), node, Arc::clone(&executor), 100);
-    let (driver, work) = cleat::agent::with_grants(driver, &config, &executor).unwrap();
-    supervisor.spawn(work);
-    supervisor.spawn(driver.serve());
+    if config.csi.grants {
+        let (driver, work) = cleat::agent::with_grants(driver, &config, &executor).unwrap();
+        supervisor.spawn(work);
+        supervisor.spawn(driver.serve());
+    } else {
+        supervisor.spawn(driver.serve());
+    }
     let socket = config.csi.socket();
     eventually("CSI is served", async || UnixStream::connect(&socket).await.ok()).await;
     let connector = tower::service_fn(move |_| {

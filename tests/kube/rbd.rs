@@ -15,7 +15,7 @@ use cleat_grants::object::{FenceEntry, Generation, GrantSpec, Reason, Signal, Ti
 use cleat_kube::grant::{VolumeGrant, grant_name};
 use cleat_kube::storage::{Backing, Storage};
 use kube::api::PostParams;
-use librbd::{Cluster, Config, NewImage};
+use librbd::{Cluster, Config, NewImage, Open, Pool};
 use serde_json::json;
 use std::time::{Duration, Instant};
 use test_kit::ceph::{POOL, shared};
@@ -59,16 +59,25 @@ pub(crate) fn volumes() -> Volumes {
     Volumes { clusters: Some(clusters()) }
 }
 
-/// Creates an image, and returns its CSI volume handle.
-pub(crate) fn create(name: &str) -> String {
+/// The pool of the images.
+fn pool() -> Arc<Pool> {
     let config = Config {
         conf: Some(shared().conf()),
         id: Some("admin".to_owned()),
         keyring: Some(shared().keyring("admin")),
         ..Config::default()
     };
-    let pool = Cluster::connect(&config).unwrap().pool(POOL, None).unwrap();
-    pool.create(name, 8 << 20, &NewImage::default()).unwrap();
+    Cluster::connect(&config).unwrap().pool(POOL, None).unwrap()
+}
+
+/// Removes the claim of an image, as `rbd image-meta remove IMAGE cleat.claim` does.
+pub(crate) fn remove_claim(name: &str) {
+    pool().open(name, None, Open::Write).unwrap().metadata_remove("cleat.claim").unwrap();
+}
+
+/// Creates an image, and returns its CSI volume handle.
+pub(crate) fn create(name: &str) -> String {
+    pool().create(name, 8 << 20, &NewImage::default()).unwrap();
     format!("rbd/ceph/{POOL}//{name}")
 }
 
@@ -81,7 +90,7 @@ fn create_objects(name: &str) -> String {
 }
 
 /// Opens a volume as a worker on `node` does that has a grant with this generation.
-fn open(handle: &str, node: &str, generation: Generation) -> Result<Arc<dyn Image>> {
+pub(crate) fn open(handle: &str, node: &str, generation: Generation) -> Result<Arc<dyn Image>> {
     let id = VolumeId::parse(handle).unwrap();
     let uri = remote_uri(&clusters(), &id).unwrap().unwrap();
     let claimant = Claimant {

@@ -123,15 +123,6 @@ fn without_the_api_server_nothing_new_is_mapped_and_what_is_mapped_stays() {
 }
 
 #[test]
-fn a_node_without_an_api_server_grants_to_itself() {
-    let mut fixture = Fixture::new(true);
-    assert_eq!(fixture.step_with(Grants::Standalone), Step::Claim(Generation(0)));
-    fixture.local.wanted = false;
-    fixture.local.claim = OwnClaim::Held("a-1".to_owned());
-    assert_eq!(fixture.step_with(Grants::Standalone), Step::Release("a-1".to_owned()));
-}
-
-#[test]
 fn a_mapping_is_published_once_and_its_release_once() {
     let mut fixture = Fixture::mapped();
     assert_eq!(fixture.publish(), None);
