@@ -132,9 +132,21 @@ impl Cluster {
     /// Returns the requests for a volume, oldest first.
     pub(crate) fn requests(&self, grant: &str) -> Vec<Request> {
         let attachments = self.attachments_of(grant);
-        let requests =
-            attachments.iter().filter_map(|known| source::request(known, &self.finalizer));
-        requests.collect()
+        let request = |known: &Arc<VolumeAttachment>| {
+            let request = source::request(known, &self.finalizer)?;
+            let pod_uids = self.pods_of(known);
+            Some(Request { pod_uids, ..request })
+        };
+        attachments.iter().filter_map(request).collect()
+    }
+
+    /// Returns the UIDs of the pods that need an attachment, if this controller knows pods.
+    fn pods_of(&self, known: &VolumeAttachment) -> Vec<String> {
+        let volume = known.spec.source.persistent_volume_name.as_ref();
+        let volume = volume.and_then(|name| self.volumes.mirror.get(name));
+        let pods = self.wanted.as_ref().zip(volume);
+        pods.map(|(wanted, volume)| wanted.uids_of(&volume, &known.spec.node_name))
+            .unwrap_or_default()
     }
 
     /// Returns the states of those of `names` that exist.

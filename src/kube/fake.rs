@@ -25,6 +25,16 @@ pub(crate) const DRIVER: &str = "cleat.csi.storage";
 /// The paths of the requests that an API server has answered.
 pub(crate) type Asked = Arc<Mutex<Vec<String>>>;
 
+/// Returns a client of an API server that has nothing.
+pub(crate) fn client() -> Client {
+    Client::new(
+        tower::service_fn(|_: Request<Body>| async {
+            Response::builder().status(404).body(Body::empty())
+        }),
+        "default",
+    )
+}
+
 /// Returns a cluster whose API server has these attachments and whose mirrors are empty, and what it is asked for.
 pub(crate) fn cluster(attachments: Vec<VolumeAttachment>) -> (Cluster, Asked) {
     let asked = Asked::default();

@@ -239,6 +239,10 @@ fn row_04_to_07_attachments_follow_the_pods_and_detaches_come_first() {
         let [a, b] = &scene.nodes;
         scene.pod("one", a).await;
         let generation = scene.attached(a).await;
+        // The grant names the pod for which it was made.
+        let uid = scene.pods().get(&scene.name("one")).await.unwrap().metadata.uid.unwrap();
+        let grant = world.grant("shared/v").await.unwrap().stored().grant;
+        assert_eq!(grant.holder(a).unwrap().pod_uids, [uid]);
         world.mount("shared/v", a, generation).await;
         // What has changed is looked at. It is written only if the attachments differ: a second pod on the node only
         // refers to the volume, and heartbeats change nothing.

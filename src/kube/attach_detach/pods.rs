@@ -79,7 +79,7 @@ fn has(node: &Node, annotation: &str) -> bool {
 }
 
 /// Returns whether no container of a pod runs any more, or will. Sidecars are among the init containers.
-fn has_ended(pod: &Pod) -> bool {
+pub(super) fn has_ended(pod: &Pod) -> bool {
     let Some(status) = &pod.status else { return pod.metadata.deletion_timestamp.is_some() };
     let plain = status.container_statuses.iter().flatten();
     let init = status.init_container_statuses.iter().flatten();

@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim, Pod};
 use kube::Client;
 use kube::api::Api;
 
-use super::pods::{are_bound, claim_of, claims, node, uses};
+use super::pods::{are_bound, claim_of, claims, has_ended, node, uses};
 use crate::kind::Kind;
 use crate::mirror::Index;
 
@@ -15,6 +15,9 @@ use crate::mirror::Index;
 const BY_CLAIM: usize = 0;
 /// The number of the index of pods by their node.
 pub(super) const BY_NODE: usize = 1;
+
+/// The maximum number of pods that a grant names: the object has a maximum size.
+const MAX_UIDS: usize = 16;
 
 const POD_INDEXES: &[Index<Pod>] = &[claims, |pod| node(pod).into_iter().collect()];
 
@@ -46,6 +49,17 @@ impl Wanted {
         let mut pods = self.pods.mirror.find(BY_CLAIM, &name);
         pods.retain(|pod| uses(pod, &claim));
         pods
+    }
+
+    /// Returns the UIDs of the pods on a node that use a volume and have not ended, at most [`MAX_UIDS`].
+    pub(crate) fn uids_of(&self, volume: &PersistentVolume, name: &str) -> Vec<String> {
+        let pods = self.pods_of(volume);
+        let is_meant = |pod: &&Arc<Pod>| node(pod).as_deref() == Some(name) && !has_ended(pod);
+        let on_node = pods.iter().filter(is_meant);
+        let mut uids: Vec<String> = on_node.filter_map(|pod| pod.metadata.uid.clone()).collect();
+        uids.sort_unstable();
+        uids.truncate(MAX_UIDS);
+        uids
     }
 
     /// Stores which pods of a volume are refused, each with the node that has it, and returns those that are new.
@@ -90,6 +104,39 @@ mod tests {
         });
         let spec = json!({ "containers": [], "nodeName": node, "volumes": volumes });
         serde_json::from_value(json!({ "metadata": metadata, "spec": spec })).unwrap()
+    }
+
+    #[tokio::test]
+    async fn the_pods_of_a_volume_are_those_that_use_its_claim_on_the_node() {
+        let volume: PersistentVolume = serde_json::from_value(json!({
+            "metadata": { "name": "v" },
+            "spec": { "claimRef": { "namespace": "n", "name": "c0", "uid": "1" } },
+        }))
+        .unwrap();
+        let claim: PersistentVolumeClaim = serde_json::from_value(json!({
+            "metadata": { "name": "c0", "namespace": "n", "uid": "1" }, "spec": { "volumeName": "v" },
+        }))
+        .unwrap();
+        let wanted = Wanted::new(&crate::fake::client());
+        for number in 0..40 {
+            // Of the versions that have the claim c0, 15 has the node n0, and 5 the node n2.
+            let version = [15, 5, 6][number % 3];
+            let mut pod = pod(number, version);
+            pod.metadata.uid = Some(format!("uid-{number:02}"));
+            wanted.pods.mirror.put(pod);
+        }
+        assert!(wanted.uids_of(&volume, "n2").is_empty(), "the claim does not exist yet");
+        wanted.claims.mirror.put(claim);
+        assert_eq!(wanted.pods_of(&volume).len(), 27);
+        let uids = wanted.uids_of(&volume, "n2");
+        assert_eq!((uids[0].as_str(), uids[1].as_str()), ("uid-01", "uid-04"));
+        assert_eq!(uids.len(), 13);
+        for number in 40..60 {
+            let mut pod = pod(number, 5);
+            pod.metadata.uid = Some(format!("uid-{number}"));
+            wanted.pods.mirror.put(pod);
+        }
+        assert_eq!(wanted.uids_of(&volume, "n2").len(), MAX_UIDS);
     }
 
     /// The claims lead to the pods, and the pods to their nodes, while several threads change and read them.
