@@ -67,7 +67,9 @@ pub(super) struct Controller {
     /// After how many seconds that a node is not ready a detach by Kubernetes fences it
     #[arg(long, value_name = "SECONDS", default_value_t = Policy::default().forced_detach_s)]
     forced_detach: u64,
-    /// Fence a node that does not release a volume when its Lease is this old, in seconds [default: never]
+    /// Fence a node that keeps a volume and has not renewed its Lease for this long, in seconds [default: never]
+    ///
+    /// Only the clock of the controller counts. kubelet renews its Lease every 10 s.
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     lease_timeout: Option<u64>,
     /// Take volumes and pods from a node when its kubelet and its agent are silent, and put it out of service

@@ -10,8 +10,8 @@ pub struct Policy {
     /// How long a node is not ready before Kubernetes detaches its volumes by force, in seconds. The
     /// default is the one of kube-controller-manager.
     pub forced_detach_s: u64,
-    /// How long the lease of a node may be stale before its revoked volumes are fenced, in seconds. `None`,
-    /// the default, fences no node because of its lease.
+    /// How long a node may not renew its Lease before its revoked volumes are fenced, in seconds. `None`, the
+    /// default, fences no node because of its Lease.
     pub lease_timeout_s: Option<u64>,
     /// The number of entries of nodes, and of fences, in the status of a grant above which the controller removes a
     /// node that was deleted. Nodes that never return would otherwise fill the object.
@@ -31,8 +31,9 @@ pub struct NodeState {
     pub out_of_service: bool,
     /// Since when the node is not ready; `None` if it is ready.
     pub not_ready_since: Option<Time>,
-    /// The last renewal of the Lease of the node's kubelet, by the clock of the node.
-    pub lease_renewed: Option<Time>,
+    /// For how many seconds the controller has not seen the node's kubelet renew its Lease, by the controller's own
+    /// clock; `None` if there is no Lease, or if Leases are not watched.
+    pub silent_s: Option<u64>,
     /// Whether remediation has decided that the node is lost: it loses also the volumes that are requested for it.
     pub lost: bool,
 }
@@ -73,12 +74,9 @@ impl Policy {
         if !is_requested && node.not_ready_since.is_some_and(is_forced) {
             return Some(FencingReason::ForcedDetach);
         }
-        self.is_lease_stale(node, now).then_some(FencingReason::LeaseStale)
-    }
-
-    fn is_lease_stale(&self, node: &NodeState, now: Time) -> bool {
-        let timeout = self.lease_timeout_s.zip(node.lease_renewed);
-        timeout.is_some_and(|(timeout_s, renewed)| renewed.is_older_than(timeout_s, now))
+        let timeout = self.lease_timeout_s.zip(node.silent_s);
+        let is_stale = timeout.is_some_and(|(timeout_s, silent_s)| silent_s >= timeout_s);
+        is_stale.then_some(FencingReason::LeaseStale)
     }
 }
 
@@ -89,7 +87,7 @@ mod tests {
     #[test]
     fn a_silent_node_is_not_fenced_by_default() {
         let (policy, now) = (Policy::default(), Time(10_000));
-        let silent = NodeState { lease_renewed: Some(Time(0)), ..NodeState::default() };
+        let silent = NodeState { silent_s: Some(10_000), ..NodeState::default() };
         assert_eq!(policy.fencing_reason(Some(&silent), false, now), None);
     }
 
@@ -112,11 +110,13 @@ mod tests {
     #[test]
     fn a_stale_lease_permits_fencing_if_it_is_configured() {
         let policy = Policy { lease_timeout_s: Some(15), ..Policy::default() };
-        let node = NodeState { lease_renewed: Some(Time(100)), ..NodeState::default() };
-        assert_eq!(policy.fencing_reason(Some(&node), true, Time(114)), None);
-        let reason = policy.fencing_reason(Some(&node), true, Time(115));
-        assert_eq!(reason, Some(FencingReason::LeaseStale));
+        let reason = |silent_s| {
+            let node = NodeState { silent_s, ..NodeState::default() };
+            policy.fencing_reason(Some(&node), true, Time(0))
+        };
+        assert_eq!(reason(Some(14)), None);
+        assert_eq!(reason(Some(15)), Some(FencingReason::LeaseStale));
         // A lease that was never seen is not a stale one.
-        assert_eq!(policy.fencing_reason(Some(&NodeState::default()), true, Time(115)), None);
+        assert_eq!(reason(None), None);
     }
 }

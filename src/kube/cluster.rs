@@ -14,6 +14,7 @@ use k8s_openapi::api::storage::v1::{CSINode, VolumeAttachment};
 use kube::api::Api;
 use kube::{Client, ResourceExt};
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 use crate::api::call;
 use crate::attach_detach::state::Wanted;
@@ -26,6 +27,7 @@ use crate::metrics::Metrics;
 use crate::mirror::Index;
 use crate::nodes;
 use crate::queue::Queue;
+use crate::renewals::Renewals;
 use crate::source;
 use crate::storage::Storage;
 
@@ -79,6 +81,7 @@ pub(crate) struct Cluster {
     pub(crate) nodes: Kind<Node>,
     pub(crate) csi_nodes: Kind<CSINode>,
     pub(crate) leases: Kind<Lease>,
+    pub(crate) renewals: Renewals,
     /// The Leases that agents renew, in the namespace of the controller.
     pub(crate) heartbeats: Kind<Lease>,
     pub(crate) queue: Queue<Key>,
@@ -108,6 +111,7 @@ impl Cluster {
             nodes: Kind::new(Api::all(client.clone()), &[]),
             csi_nodes: Kind::new(Api::all(client.clone()), &[]),
             leases: Kind::new(Api::namespaced(client.clone(), nodes::LEASES), &[]),
+            renewals: Renewals::default(),
             heartbeats: Kind::new(Api::namespaced(client.clone(), config.namespace(client)), &[]),
             queue: Queue::new(random),
             events: Events::new(client.clone(), &config.identity),
@@ -154,10 +158,11 @@ impl Cluster {
         &self,
         names: impl Iterator<Item = &'a str>,
     ) -> BTreeMap<String, NodeState> {
+        let now = Instant::now();
         let state = |name: &str| {
             let node = self.nodes.mirror.get(name)?;
-            let lease = self.leases.mirror.get(name);
-            Some((name.to_owned(), nodes::state(&node, lease.as_deref())))
+            let silent_s = self.renewals.silent_s(name, now);
+            Some((name.to_owned(), nodes::state(&node, silent_s)))
         };
         names.filter_map(state).collect()
     }

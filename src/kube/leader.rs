@@ -17,6 +17,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 
 use crate::attach_detach::state::Wanted;
 use crate::attach_detach::{self, pods};
@@ -57,7 +58,7 @@ pub(crate) async fn lead(cluster: Arc<Cluster>, role: &watch::Sender<Role>) {
     );
     feed(&mut tasks, &cluster, |cluster| &cluster.volumes, is_ours, volume_changed);
     if needs_leases(&cluster) {
-        feed(&mut tasks, &cluster, |cluster| &cluster.leases, |_, _| true, |_, _| {});
+        feed(&mut tasks, &cluster, |cluster| &cluster.leases, |_, _| true, lease_changed);
     }
     if cluster.config.remediation.is_some() {
         feed(&mut tasks, &cluster, |cluster| &cluster.heartbeats, is_heartbeat, |_, _| {});
@@ -279,6 +280,11 @@ fn node_changed(cluster: &Cluster, change: &Change<Node>) {
         return;
     }
     cluster.look_at_node(&name);
+}
+
+fn lease_changed(cluster: &Cluster, change: &Change<Lease>) {
+    let Some(known) = change.after.as_ref().or(change.before.as_ref()) else { return };
+    cluster.renewals.observe(&known.name_any(), change.after.as_deref(), Instant::now());
 }
 
 /// Works on the next object of the queue.

@@ -41,6 +41,7 @@ mod nodes;
 mod persistent_volumes;
 mod queue;
 mod remediation;
+mod renewals;
 pub mod report;
 pub mod rights;
 mod server;

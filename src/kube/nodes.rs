@@ -2,7 +2,6 @@
 
 use cleat_grants::object::Time;
 use cleat_grants::policy::NodeState;
-use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::Node;
 use kube::ResourceExt;
 
@@ -17,14 +16,13 @@ pub(crate) const LOST: &str = "cleat.csi.storage/lost";
 /// The namespace of the leases of nodes.
 pub(crate) const LEASES: &str = "kube-node-lease";
 
-/// Returns the state of a node. `lease` is its kubelet's Lease, if leases are watched.
-pub(crate) fn state(node: &Node, lease: Option<&Lease>) -> NodeState {
+/// Returns the state of a node. `silent_s` says for how many seconds its kubelet has not renewed its Lease, if leases are
+/// watched.
+pub(crate) fn state(node: &Node, silent_s: Option<u64>) -> NodeState {
     let taints = node.spec.iter().flat_map(|spec| spec.taints.iter().flatten());
     let out_of_service = taints.into_iter().any(|taint| taint.key == OUT_OF_SERVICE);
-    let renewed = lease.and_then(|lease| lease.spec.as_ref()?.renew_time.as_ref());
-    let lease_renewed = renewed.map(|time| seconds(time.0));
     let lost = node.annotations().contains_key(LOST);
-    NodeState { out_of_service, not_ready_since: not_ready_since(node), lease_renewed, lost }
+    NodeState { out_of_service, not_ready_since: not_ready_since(node), silent_s, lost }
 }
 
 /// Returns since when a node is not ready. One without the condition was never ready.
@@ -66,9 +64,5 @@ mod tests {
         };
         assert_eq!(at("True").not_ready_since, None);
         assert_eq!(at("Unknown").not_ready_since, Some(Time(1_893_456_000)));
-        let lease = json!({"metadata": {}, "spec": {"renewTime": "2030-01-01T00:00:05.123456Z"}});
-        let lease: Lease = serde_json::from_value(lease).unwrap();
-        let renewed = state(&Node::default(), Some(&lease)).lease_renewed;
-        assert_eq!(renewed, Some(Time(1_893_456_005)));
     }
 }

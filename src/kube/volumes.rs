@@ -13,6 +13,7 @@ use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::ResourceExt;
 use kube::api::{ListParams, PostParams};
 use serde_json::json;
+use tokio::time::Instant;
 
 use crate::api::{self, call};
 use crate::cluster::{Cluster, Key, grant_of};
@@ -52,6 +53,11 @@ pub(crate) async fn decide(cluster: &Cluster, name: &str) -> Result<Next> {
                     && volume.is_requested(&node).await? =>
             {
                 return Ok(Next::After(REQUEST_DELAY));
+            }
+            Step::Fence(target, FencingReason::LeaseStale)
+                if volume.has_renewed(&target.node).await? =>
+            {
+                read = None;
             }
             step => {
                 let name = step_name(&step);
@@ -306,6 +312,14 @@ impl<'a> ObservedVolume<'a> {
         Ok(selected.iter().any(|known| asks(known)))
     }
 
+    /// Reads the Lease of a node that seems to be silent, because the watch may have stopped. Returns whether it has changed.
+    async fn has_renewed(&self, node: &str) -> Result<bool> {
+        let selected = ListParams::default().fields(&format!("metadata.name={node}"));
+        let found = self.cluster.leases.refresh_all(&selected).await?;
+        let lease = found.first().map(|lease| &**lease);
+        Ok(self.cluster.renewals.observe(node, lease, Instant::now()))
+    }
+
     /// Waits: has the attachments answered, writes down what the volume waits for if that takes long, and returns
     /// when a timeout passes.
     async fn wait(&self, waiting: &[Waiting], now: Time) -> Result<Next> {
@@ -354,8 +368,10 @@ impl<'a> ObservedVolume<'a> {
             let node = self.nodes.get(&holder.node);
             let not_ready = node.and_then(|node| node.not_ready_since);
             times.extend(not_ready.map(|since| since.0 + forced_detach_s));
-            let renewed = node.and_then(|node| node.lease_renewed).zip(lease_timeout_s);
-            times.extend(renewed.map(|(renewed, timeout_s)| renewed.0 + timeout_s));
+            let silent = node.and_then(|node| node.silent_s).zip(lease_timeout_s);
+            times.extend(
+                silent.map(|(silent_s, timeout_s)| now.0 + timeout_s.saturating_sub(silent_s)),
+            );
         }
         times.into_iter().filter(|at| *at > now.0).min()
     }

@@ -27,6 +27,7 @@ mod fights;
 mod fixture;
 mod kubectl;
 mod leader;
+mod lease_timeout;
 mod monitoring;
 mod node;
 mod proxy;

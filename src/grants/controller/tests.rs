@@ -185,7 +185,7 @@ fn a_silent_node_is_fenced_when_kubernetes_has_decided() {
 fn a_node_that_is_only_silent_is_never_fenced() {
     let mut fixture = Fixture::new(&["b"]);
     fixture.holder().revoked = true;
-    fixture.node("a").lease_renewed = Some(Time(0));
+    fixture.node("a").silent_s = Some(15);
     fixture.claimed("a", 3);
     let Step::Wait(waiting) = fixture.step() else { panic!() };
     assert_eq!(waiting[0].until, Until::ReleasedOrLost);

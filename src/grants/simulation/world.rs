@@ -430,14 +430,14 @@ impl<'a> World<'a> {
             let fate = self.fate(actor);
             let since = is_silent.then(|| fate.silent_since.unwrap_or(now_ms));
             fate.silent_since = since;
-            let renewed = Some(Time(since.unwrap_or(now_ms) / 1000));
+            let silent_ms = since.map_or(0, |since| now_ms - since);
             let timeout_ms = self.scenario.policy.lease_timeout_s.map(|timeout_s| timeout_s * 1000);
             let is_stale = since.zip(timeout_ms).is_some_and(|(since, ms)| now_ms >= since + ms);
             let not_ready_since = since.filter(|since| now_ms >= since + NOT_READY_MS);
             let state = NodeState {
                 out_of_service: self.tainted.contains(&at),
                 not_ready_since: not_ready_since.map(|since| Time(since / 1000)),
-                lease_renewed: renewed,
+                silent_s: Some(silent_ms / 1000),
                 lost: self.scenario.remediates && is_stale,
             };
             if !self.deleted.contains(&at) {
