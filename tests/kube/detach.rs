@@ -168,6 +168,24 @@ fn row_31_the_finalizer_stays_until_the_node_has_released_the_volume() {
 }
 
 #[test]
+fn row_31_an_attachment_whose_finalizer_is_removed_by_hand_ends_the_grant() {
+    run(async |world: World| {
+        let controller = world.controller();
+        let (a, volume, name, generation) = world.in_use().await;
+        let b = world.node("b").await;
+        let second = world.attach(&volume, &b).await;
+        world.attach_error(&second, "holds it").await;
+        world.remove_by_force(&name).await;
+        assert!(world.attachment(&name).await.is_none());
+        world.revoked(HANDLE, &a).await;
+        assert!(world.storage.image(HANDLE).read().claim_of(&a).is_some(), "it is not fenced");
+        world.release(HANDLE, &a, generation).await;
+        assert_eq!(world.attached(&second).await, generation.next());
+        controller.stop().await;
+    });
+}
+
+#[test]
 fn row_31_a_stale_attachment_does_not_end_a_newer_grant() {
     run(async |world: World| {
         let controller = world.controller();

@@ -12,7 +12,7 @@ use cleat_kube::grant::{VolumeGrant, grant_name};
 use cleat_kube::{Config, Policy, SWEEP_PERIOD, Timing};
 use k8s_openapi::api::core::v1::{Node, PersistentVolume};
 use k8s_openapi::api::storage::v1::{CSINode, VolumeAttachment};
-use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
+use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::core::ClusterResourceScope;
 use kube::{Client, Resource};
 use serde::Serialize;
@@ -239,6 +239,21 @@ impl World {
     pub(crate) async fn detach(&self, name: &str) {
         let attachments = self.all::<VolumeAttachment>();
         attachments.delete(name, &DeleteParams::default()).await.unwrap();
+    }
+
+    /// Removes an attachment as a person does by hand: without its finalizer. The controller sees no deletion before the
+    /// object is gone. It may add the finalizer again: then it is stripped once more.
+    pub(crate) async fn remove_by_force(&self, name: &str) {
+        let attachments = self.all::<VolumeAttachment>();
+        let without = Patch::Merge(json!({ "metadata": { "finalizers": null } }));
+        eventually(&format!("{name} is removed by force"), async || {
+            let known = attachments.patch(name, &PatchParams::default(), &without).await.unwrap();
+            let resource_version = known.metadata.resource_version;
+            let unchanged = Some(Preconditions { uid: None, resource_version });
+            let parameters = DeleteParams { preconditions: unchanged, ..DeleteParams::default() };
+            attachments.delete(name, &parameters).await.ok().map(drop)
+        })
+        .await;
     }
 
     pub(crate) async fn attachment(&self, name: &str) -> Option<VolumeAttachment> {
