@@ -152,6 +152,67 @@ fn row_13_a_deleted_node_is_fenced() {
     });
 }
 
+/// Detaches the volume from a lost node while its storage does not answer. Returns the node, the attachment and the
+/// generation when the attachment says so.
+async fn failing_detach(world: &World) -> (String, String, Generation) {
+    let (node, _, name, generation) = world.in_use().await;
+    world.storage.image(HANDLE).set_down(true);
+    world.out_of_service(&node, true).await;
+    world.detach(&name).await;
+    eventually("the attachment says why it is not detached", async || {
+        let error = world.attachment(&name).await?.status?.detach_error?;
+        error.message?.contains("the storage does not answer").then_some(())
+    })
+    .await;
+    (node, name, generation)
+}
+
+#[test]
+fn row_18_a_volume_is_revoked_before_its_detach_and_a_detach_that_fails_is_not_forgotten() {
+    run(async |world: World| {
+        let controller = world.controller();
+        let (node, name, generation) = failing_detach(&world).await;
+        let image = world.storage.image(HANDLE);
+        let check = async || {
+            let grant = world.grant(HANDLE).await.unwrap().stored().grant;
+            let holder = grant.holder(&node).unwrap();
+            assert_eq!((holder.generation, holder.revoked), (generation, true));
+            assert!(!image.is_cut(&node));
+            let finalizers = world.attachment(&name).await.unwrap().finalizers().to_vec();
+            assert_eq!(finalizers, [finalizer(&world.driver)]);
+        };
+        check().await;
+        let asked = image.begun();
+        eventually("it is tried again", async || (image.begun() > asked).then_some(())).await;
+        check().await;
+        image.set_down(false);
+        world.gone(&name).await;
+        assert!(image.is_cut(&node));
+        controller.stop().await;
+    });
+}
+
+#[test]
+fn row_19_a_detach_that_waits_for_its_backoff_writes_nothing() {
+    run(async |world: World| {
+        let controller = world.controller();
+        let (_, name, _) = failing_detach(&world).await;
+        let image = world.storage.image(HANDLE);
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let versions = async || {
+            let attachment = world.attachment(&name).await.unwrap().resource_version();
+            (attachment, world.grant(HANDLE).await.unwrap().resource_version())
+        };
+        let (before, written, asked) = (versions().await, controller.writes(), image.begun());
+        eventually("it is tried twice more", async || (image.begun() > asked + 1).then_some(()))
+            .await;
+        assert_eq!((versions().await, controller.writes()), (before, written));
+        image.set_down(false);
+        world.gone(&name).await;
+        controller.stop().await;
+    });
+}
+
 #[test]
 fn row_31_the_finalizer_stays_until_the_node_has_released_the_volume() {
     run(async |world: World| {

@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_pod_gets_the_volume_and_a_second_one_on_its_node_only_a_reference() {
+    fn row_06_the_first_pod_gets_the_volume_and_a_second_one_on_its_node_only_a_reference() {
         let mut facts =
             Facts { pods: vec![pod("b", "n1", 2), pod("a", "n1", 1)], ..Facts::default() };
         assert_eq!(plan(&facts).attach, ["n1"]);
