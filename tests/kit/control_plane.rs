@@ -67,11 +67,11 @@ pub struct ControlPlane {
 
 impl ControlPlane {
     /// Starts etcd and the API server, and waits until `is_ready` returns true for the kubeconfig of an administrator.
-    /// Requests of the user `audited`, and writes of `writers` and of kube-controller-manager, are logged in `audit.log`.
+    /// Requests of the users `audited`, and writes of `writers` and of kube-controller-manager, are logged in `audit.log`.
     pub fn start(
         name: &str,
         purpose: Purpose,
-        audited: &str,
+        audited: &[String],
         writers: &[String],
         is_ready: impl Fn(&Path) -> bool,
     ) -> Self {
@@ -303,19 +303,17 @@ fn start(program: &Path, directory: &Path, name: &str, arguments: &[String]) -> 
     command.spawn().unwrap_or_else(|error| panic!("{}: {error}", program.display()))
 }
 
-/// Writes the policy of the log `audit.log`: all requests of one user, and the writes of others.
-fn write_audit_policy(directory: &Path, user: &str, writers: &[String]) {
+/// Writes the policy of the log `audit.log`: all requests of some users, and the writes of others.
+fn write_audit_policy(directory: &Path, audited: &[String], writers: &[String]) {
     let writers = [&[MANAGER.to_owned()], writers].concat();
     let writes = ["create", "update", "patch", "delete"];
+    // A rule without users is about all of them.
+    let all = (!audited.is_empty()).then(|| json!({ "level": "Metadata", "users": audited }));
+    let some = json!({ "level": "Metadata", "users": writers, "verbs": writes });
+    let rules: Vec<Value> = all.into_iter().chain([some, json!({ "level": "None" })]).collect();
     let policy = json!({
-        "apiVersion": "audit.k8s.io/v1",
-        "kind": "Policy",
-        "omitStages": ["RequestReceived"],
-        "rules": [
-            { "level": "Metadata", "users": [user] },
-            { "level": "Metadata", "users": writers, "verbs": writes },
-            { "level": "None" },
-        ],
+        "apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"],
+        "rules": rules,
     });
     fs::write(directory.join("audit-policy"), policy.to_string()).unwrap();
 }

@@ -11,7 +11,7 @@ use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 
 use crate::control_plane::{self, LOOP};
-use crate::controller_rights::account;
+use crate::controller_rights::{account, compare};
 use crate::fixture::{Controller, World, eventually, run};
 
 /// The annotation that kubelet sets on its node.
@@ -20,9 +20,11 @@ const MANAGED: &str = "volumes.kubernetes.io/controller-managed-attach-detach";
 /// The time after which the controller looks at a node again without an event.
 const LOOK_AGAIN: Duration = Duration::from_secs(30);
 
-/// A volume with its claim, which pods of the namespace `default` use.
+/// A volume with its claim, which pods use.
 struct Scene<'a> {
     world: &'a World,
+    /// The namespace of the pods.
+    namespace: &'static str,
     controller: Controller,
     /// The nodes a and b.
     nodes: [String; 2],
@@ -36,7 +38,12 @@ impl<'a> Scene<'a> {
 
     /// As [`Scene::new`], with these settings of the controller.
     async fn with(world: &'a World, config: Config) -> Self {
-        let scene = Self::without_volume(world, config).await;
+        Self::without_volume(world, config).await.with_volume().await
+    }
+
+    /// Creates the volume, bound to its claim.
+    async fn with_volume(self) -> Self {
+        let scene = self;
         let claim = scene.claim(Some(&scene.volume)).await;
         scene.persistent_volume(&claim).await;
         scene
@@ -48,7 +55,8 @@ impl<'a> Scene<'a> {
         create(&world.all::<CSIDriver>(), driver).await;
         let nodes = [world.node("a").await, world.node("b").await];
         let volume = format!("v.{}", world.driver);
-        let scene = Self { world, controller: world.controller_of(config), nodes, volume };
+        let (controller, namespace) = (world.controller_of(config), "default");
+        let scene = Self { world, namespace, controller, nodes, volume };
         for node in &scene.nodes {
             scene.annotate(node, MANAGED, true).await;
         }
@@ -71,18 +79,18 @@ impl<'a> Scene<'a> {
     async fn persistent_volume(&self, claim: &PersistentVolumeClaim) {
         let mut spec = self.world.spec("shared/v");
         spec["claimRef"] = json!({
-            "namespace": "default", "name": self.volume, "uid": claim.metadata.uid,
+            "namespace": self.namespace, "name": self.volume, "uid": claim.metadata.uid,
         });
         let volume = json!({ "metadata": { "name": self.volume }, "spec": spec });
         create(&self.world.all::<PersistentVolume>(), volume).await;
     }
 
     fn pods(&self) -> Api<Pod> {
-        Api::namespaced(self.world.client.clone(), "default")
+        Api::namespaced(self.world.client.clone(), self.namespace)
     }
 
     fn claims(&self) -> Api<PersistentVolumeClaim> {
-        Api::namespaced(self.world.client.clone(), "default")
+        Api::namespaced(self.world.client.clone(), self.namespace)
     }
 
     async fn annotate(&self, node: &str, name: &str, value: bool) {
@@ -167,7 +175,7 @@ impl<'a> Scene<'a> {
 
     /// Starts another controller, and removes the grant before.
     async fn without_grant(self) -> Self {
-        let Scene { world, controller, nodes, volume } = self;
+        let Scene { world, namespace, controller, nodes, volume } = self;
         controller.stop().await;
         let grants = world.all::<VolumeGrant>();
         let name = grant_name(&world.driver, "shared/v");
@@ -175,7 +183,7 @@ impl<'a> Scene<'a> {
         grants.patch(&name, &PatchParams::default(), &patch).await.unwrap();
         grants.delete(&name, &DeleteParams::default()).await.unwrap();
         let controller = world.controller_of(config(world).await);
-        Scene { world, controller, nodes, volume }
+        Scene { world, namespace, controller, nodes, volume }
     }
 
     /// Returns how much the controller has written, and the versions of what says where the volume is attached.
@@ -198,7 +206,7 @@ impl<'a> Scene<'a> {
 
     /// Waits for an event about a pod.
     async fn event(&self, pod: &str, text: &str) {
-        let events: Api<Event> = Api::namespaced(self.world.client.clone(), "default");
+        let events: Api<Event> = Api::namespaced(self.world.client.clone(), self.namespace);
         let of_pod =
             ListParams::default().fields(&format!("involvedObject.name={}", self.name(pod)));
         eventually(&format!("{pod} has an event with {text}"), async || {
@@ -351,6 +359,26 @@ fn row_23_annotations_of_a_node_decide_about_its_volumes() {
         scene.annotate(a, keep, false).await;
         scene.detached().await;
         scene.controller.stop().await;
+    });
+}
+
+#[test]
+fn row_01_the_loop_has_all_rights_that_it_uses_and_no_other() {
+    run(async |world: World| {
+        let config = config(&world).await;
+        // Events about pods are in their namespaces: not in that of other events.
+        let scene = Scene { namespace: LOOP, ..Scene::without_volume(&world, config).await };
+        let scene = scene.with_volume().await;
+        let [a, b] = &scene.nodes;
+        scene.pod("one", a).await;
+        let generation = scene.attached(a).await;
+        scene.pod("two", b).await;
+        scene.event("two", "Multi-Attach error").await;
+        scene.remove("one").await;
+        world.released("shared/v", a, generation).await;
+        scene.attached(b).await;
+        scene.controller.stop().await;
+        compare(LOOP, &rights::attach_detach(LOOP));
     });
 }
 

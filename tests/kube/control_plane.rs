@@ -22,11 +22,14 @@ use tonic::codegen::http::Request;
 /// Another namespace in which the account of the controller may have a lease.
 pub(crate) const SECOND_LEASE: &str = "kube-system";
 
-/// The namespace of the account of a controller whose requests are logged.
+/// The namespace of the account of a controller that has no other work than the usual one.
 pub(crate) const AUDITED: &str = "exact-rights";
 
 /// The namespace of the account of the controllers that have an attach/detach loop.
 pub(crate) const LOOP: &str = "attach-detach";
+
+/// The namespace of the account of the controllers that remediate nodes.
+pub(crate) const REMEDIATION: &str = "remediation";
 
 /// The control plane of this test program.
 pub(crate) struct ControlPlane {
@@ -84,8 +87,8 @@ impl ControlPlane {
         self.parts.restart_manager(Purpose::Managed);
     }
 
-    /// Returns the requests of a user, as the API server has logged them: all of the account in [`AUDITED`], and the
-    /// writes of kube-controller-manager and of the controllers of cleat.
+    /// Returns the requests of a user, as the API server has logged them: the writes of kube-controller-manager and of the
+    /// controllers of cleat. Where no other controllers run, all requests of those accounts whose rights are compared.
     pub(crate) fn audited(&self, user: &str) -> Vec<Value> {
         let log = fs::read_to_string(self.parts.directory().join("audit.log")).unwrap_or_default();
         // The last line may be incomplete.
@@ -95,8 +98,12 @@ impl ControlPlane {
 
     fn start(name: &str, purpose: Purpose) -> Self {
         let started = Instant::now();
-        let writers = [NAMESPACE, LOOP].map(controller_user);
-        let audited = controller_user(AUDITED);
+        let (audited, writers) = match purpose {
+            Purpose::Objects => (&[AUDITED, LOOP, REMEDIATION][..], &[NAMESPACE][..]),
+            Purpose::Managed | Purpose::Machines => (&[][..], &[NAMESPACE, LOOP][..]),
+        };
+        let [audited, writers] = [audited, writers]
+            .map(|accounts| accounts.iter().map(|name| controller_user(name)).collect::<Vec<_>>());
         let parts = parts::ControlPlane::start(name, purpose, &audited, &writers, is_ready);
         let plane = Self { parts, in_use: RwLock::default(), of_loop: OnceCell::new() };
         println!("figures: {name} ready in {:.1} s", started.elapsed().as_secs_f64());

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use cleat_grants::object::{Reason, Signal, Truth};
 use cleat_kube::{Config, Remediation, rights};
+use futures::future::join_all;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{Event, Node, PersistentVolume, Pod};
 use k8s_openapi::jiff::Timestamp;
@@ -16,13 +17,13 @@ use kube::{Client, ResourceExt};
 use serde_json::{Value, json};
 use tokio::sync::OnceCell;
 
-use crate::control_plane::{self, ControlPlane, node_token};
-use crate::controller_rights::account;
+use crate::control_plane::{self, ControlPlane, controller_user, node_token};
+use crate::controller_rights::{account, compare};
 use crate::fixture::{World, eventually, run};
 use crate::node::TestNode;
 
 /// The namespace of the account of the controllers that remediate.
-const NAMESPACE: &str = "remediation";
+const NAMESPACE: &str = control_plane::REMEDIATION;
 
 const LOST: &str = "cleat.csi.storage/lost";
 const MAINTENANCE: &str = "cleat.csi.storage/maintenance";
@@ -220,7 +221,9 @@ fn a_silent_node_loses_volumes_and_pods_and_returns_by_itself() {
         let returned = event(&world, &a.name, "in service").await;
         assert_eq!(returned, ("NodeReturned".to_owned(), "Normal".to_owned()));
         nothing_happens_to_many_nodes_or_in_maintenance(&world, &a, &b).await;
+        a_write_of_a_node_conflicts(&world).await;
         controller.stop().await;
+        compare(NAMESPACE, &rights::remediation(NAMESPACE));
         let controller = world.controller_of(config(&world, true).await);
         eventually("the dry run leads", async || (controller.syncs() > 0).then_some(())).await;
         b.beat(true);
@@ -231,6 +234,35 @@ fn a_silent_node_loses_volumes_and_pods_and_returns_by_itself() {
         stays_unmarked(&world, &a.name).await;
         controller.stop().await;
     });
+}
+
+/// Has remediation read a node again after a conflict: it takes a mark from a node that works, and is disturbed.
+async fn a_write_of_a_node_conflicts(world: &World) {
+    let node = Played::new(world, "c").await;
+    let user = controller_user(NAMESPACE);
+    let has_read = || {
+        let requests = ControlPlane::get().audited(&user);
+        let is_read = |request: &Value| {
+            request["verb"] == "get" && request["objectRef"]["resource"] == "nodes"
+        };
+        requests.iter().any(is_read)
+    };
+    let is_marked = async || self::node(world, &node.name).await.annotations().contains_key(LOST);
+    let mut writes = 0;
+    eventually("a node is read after a conflict", async || {
+        annotate(world, &node.name, LOST, json!("2030-01-01T00:00:00Z")).await;
+        while is_marked().await && !has_read() {
+            for _ in 0..10 {
+                let changes = (0..8).map(|number| json!((writes + number).to_string()));
+                let write = |value| annotate(world, &node.name, "test.io/write", value);
+                join_all(changes.map(write)).await;
+                writes += 8;
+            }
+        }
+        has_read().then_some(())
+    })
+    .await;
+    eventually("the mark is gone", async || (!is_marked().await).then_some(())).await;
 }
 
 /// Both nodes have a volume.

@@ -295,7 +295,7 @@ impl Cluster {
 
 /// Starts what a cluster consists of. The calling thread is in the network of the cluster.
 fn start_parts(kind: Kind, payload: &Path) -> (Vec<Machine>, ControlPlane, Option<ceph::Cluster>) {
-    let mut plane = ControlPlane::start("machines", Purpose::Machines, "", &[], is_ready);
+    let mut plane = ControlPlane::start("machines", Purpose::Machines, &[], &[], is_ready);
     plane.start_managers(Purpose::Machines);
     let plane_of_machines = &plane;
     let start = |number, cpus| Machine::start(plane_of_machines, number, cpus, payload);
