@@ -99,21 +99,20 @@ impl Controller {
         self.sum("cleat_controller_writes_total{")
     }
 
-    /// Returns how many requests it has sent to the API server. The leader election sends one or two each 2 s.
-    pub(crate) fn requests(&self) -> u64 {
-        self.sum("cleat_controller_api_requests_total{")
-    }
-
     fn sum(&self, metric: &str) -> u64 {
-        let text = self.metrics();
-        let counts = text.lines().filter(|line| line.starts_with(metric));
-        counts.map(|line| line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()).sum()
+        sum(&self.metrics(), metric)
     }
 
     /// Ends it as a crash does: it does not release the lease.
     pub(crate) fn kill(self) {
         self.task.abort();
     }
+}
+
+/// Returns the sum of the metrics in `text` that begin with `metric`.
+pub(crate) fn sum(text: &str, metric: &str) -> u64 {
+    let counts = text.lines().filter(|line| line.starts_with(metric));
+    counts.map(|line| line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()).sum()
 }
 
 /// Returns the answer of a controller to a GET; empty if its endpoint is not served yet.

@@ -4,12 +4,13 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
+use test_kit::memory::own_kib;
 
 use crate::control_plane::ControlPlane;
-use crate::fixture::{World, eventually, get, run};
+use crate::fixture::{World, eventually, get, run, sum};
 
 /// A controller process, which is killed at the end.
-struct Process {
+pub(crate) struct Process {
     child: Child,
     port: u16,
 }
@@ -23,9 +24,15 @@ impl Drop for Process {
 
 impl Process {
     fn start(driver: &str) -> Self {
+        Self::start_with(driver, &[])
+    }
+
+    /// Starts it with these arguments, too.
+    pub(crate) fn start_with(driver: &str, arguments: &[String]) -> Self {
         let port = crate::control_plane::free_ports::<1>()[0];
         let child = command(driver)
             .arg(format!("--listen=127.0.0.1:{port}"))
+            .args(arguments)
             .stdin(Stdio::null())
             .spawn()
             .unwrap();
@@ -36,7 +43,18 @@ impl Process {
         get(self.port, path)
     }
 
-    fn is(&self, role: &str) -> bool {
+    /// Returns the memory that it uses for itself, in KiB.
+    pub(crate) fn own_kib(&self) -> u64 {
+        own_kib(self.child.id())
+    }
+
+    /// Returns the sum of its metrics that begin with `metric`.
+    pub(crate) fn sum(&self, metric: &str) -> u64 {
+        sum(&self.get("/metrics"), metric)
+    }
+
+    /// Returns whether it has this role.
+    pub(crate) fn is(&self, role: &str) -> bool {
         let answer = self.get("/readyz");
         answer.starts_with("HTTP/1.1 200") && answer.ends_with(&format!("{role}\n"))
     }

@@ -84,7 +84,12 @@ pub(crate) fn create(name: &str) -> String {
 /// Creates a volume on the object store, and returns its CSI volume handle.
 fn create_objects(name: &str) -> String {
     std::fs::create_dir_all(directory().join("objects")).unwrap();
-    let store = REGISTRY.store(&objects()).unwrap().connect().unwrap();
+    create_in(&objects(), name)
+}
+
+/// Creates a volume in an object store that the file of clusters names `objects`, and returns its handle.
+pub(crate) fn create_in(store: &str, name: &str) -> String {
+    let store = REGISTRY.store(store).unwrap().connect().unwrap();
     store.create(name, 8 << 20, &Layout::default()).unwrap();
     format!("object/objects/{name}")
 }

@@ -1,6 +1,8 @@
-//! Many volumes on many nodes: what the controller writes, how long it takes, and what it needs while nothing changes.
-//! The nodes are objects, and one task plays all their agents.
+//! Many volumes on many nodes: what the controller writes, how long it takes, what it needs while nothing changes, and
+//! its memory. The controller is a process, and the volumes are objects in a directory. The nodes are objects of the API
+//! server, and one task plays all their agents.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use cleat_grants::object::{Reason, Signal, Truth};
@@ -10,8 +12,11 @@ use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::ResourceExt;
 use kube::api::{Api, ListParams};
 use kube::runtime::watcher::{self, Event, watcher};
+use serde_json::json;
 
-use crate::fixture::{Controller, World, eventually, run};
+use crate::fixture::{World, eventually, run};
+use crate::leader::Process;
+use crate::rbd::create_in;
 
 /// The number of calls of the test itself at the same time.
 const CALLS: usize = 32;
@@ -38,13 +43,18 @@ async fn attach_and_detach(world: &World, volumes: usize, nodes: usize) {
         .buffered(CALLS)
         .collect()
         .await;
-    let names: Vec<String> = stream::iter(0..volumes)
-        .map(|number| async move { world.volume(&format!("v{number}"), &handle(number)).await })
+    let created = tokio::task::spawn_blocking(move || create(volumes)).await;
+    let (directory, handles) = created.unwrap();
+    let handles = handles.iter().enumerate();
+    let names: Vec<String> = stream::iter(handles)
+        .map(|(number, handle)| async move { world.volume(&format!("v{number}"), handle).await })
         .buffered(CALLS)
         .collect()
         .await;
-    let controller = world.controller();
-    let before = Usage::of(&controller).await;
+    let clusters = format!("--clusters={}", clusters(directory.path()));
+    let controller = Process::start_with(&world.driver, &[clusters]);
+    eventually("the controller leads", async || controller.is("leader").then_some(())).await;
+    let before = Usage::of(&controller);
 
     let started = Instant::now();
     let requests = names.iter().enumerate();
@@ -60,11 +70,11 @@ async fn attach_and_detach(world: &World, volumes: usize, nodes: usize) {
         (attached.count() == volumes).then_some(())
     })
     .await;
-    let attached = Usage::of(&controller).await;
+    let attached = Usage::of(&controller);
     let attach_time = started.elapsed();
 
     tokio::time::sleep(IDLE).await;
-    let idle = Usage::of(&controller).await;
+    let idle = Usage::of(&controller);
     assert_eq!(idle.writes, attached.writes, "it writes while nothing changes");
 
     let started = Instant::now();
@@ -77,37 +87,59 @@ async fn attach_and_detach(world: &World, volumes: usize, nodes: usize) {
         () = detach => {}
     }
     let detach_time = started.elapsed();
-    let detached = Usage::of(&controller).await;
+    let detached = Usage::of(&controller);
 
+    report([volumes, nodes.len()], [attach_time, detach_time], [before, attached, idle, detached]);
+}
+
+/// Prints the figures, and checks those that do not depend on the host. `counts` are those of volumes and nodes.
+fn report(counts: [usize; 2], times: [Duration; 2], usages: [Usage; 4]) {
+    let [volumes, nodes] = counts;
+    let [attach_s, detach_s] = times.map(|time| time.as_secs_f64());
+    let [before, attached, idle, detached] = usages;
     #[expect(clippy::cast_precision_loss, reason = "counts are small")]
     let per_volume = |writes: u64| writes as f64 / volumes as f64;
     let (attaches, detaches) = (attached.writes - before.writes, detached.writes - idle.writes);
-    let requests = [&before, &attached, &idle, &detached].map(|usage| usage.requests);
     println!(
-        "figures: {volumes} volumes on {} nodes: attached in {:.1} s with {:.2} requests each, {:.2} of them writes; \
-         {} requests in {} s without a change; detached in {:.1} s with {:.2} requests, {:.2} of them writes; \
-         memory of the process {} -> {} MiB",
-        nodes.len(),
-        attach_time.as_secs_f64(),
-        per_volume(requests[1] - requests[0]),
+        "figures: {volumes} volumes on {nodes} nodes: attached in {attach_s:.1} s with {:.2} requests each, {:.2} of \
+         them writes; {} requests in {} s without a change; detached in {detach_s:.1} s with {:.2} requests, {:.2} of \
+         them writes; memory of the controller {} -> {} KiB",
+        per_volume(attached.requests - before.requests),
         per_volume(attaches),
-        requests[2] - requests[1],
+        idle.requests - attached.requests,
         IDLE.as_secs(),
-        detach_time.as_secs_f64(),
-        per_volume(requests[3] - requests[2]),
+        per_volume(detached.requests - idle.requests),
         per_volume(detaches),
-        before.resident_mib,
-        attached.resident_mib
+        before.own_kib,
+        attached.own_kib
     );
     // Finalizer and annotations of the attachment, finalizer of the volume, the grant, and the answer. A conflict can
     // repeat one.
     assert!(per_volume(attaches) <= 5.0, "{attaches} writes");
     assert!(per_volume(detaches) <= 5.0, "{detaches} writes");
-    controller.stop().await;
+    // Each volume has three objects in the mirrors.
+    let growth_kib = attached.own_kib.saturating_sub(before.own_kib);
+    assert!(growth_kib < 8192 + 64 * volumes as u64, "{growth_kib} KiB");
 }
 
-fn handle(number: usize) -> String {
-    format!("shared/v{number}")
+/// Creates volumes in a directory, and returns it with their handles.
+fn create(volumes: usize) -> (tempfile::TempDir, Vec<String>) {
+    let directory = tempfile::tempdir().unwrap();
+    let store = store(directory.path());
+    let handles = (0..volumes).map(|number| create_in(&store, &format!("v{number}"))).collect();
+    (directory, handles)
+}
+
+fn store(directory: &Path) -> String {
+    format!("dir:{}", directory.display())
+}
+
+/// Writes the file of clusters, and returns its path.
+fn clusters(directory: &Path) -> String {
+    let path = directory.join("clusters.json");
+    let list = json!([{ "clusterID": "objects", "store": store(directory) }]);
+    std::fs::write(&path, list.to_string()).unwrap();
+    path.display().to_string()
 }
 
 /// Returns the attachments of this test.
@@ -144,20 +176,18 @@ async fn play_agents(world: &World) {
 
 /// What the controller has used.
 struct Usage {
+    /// All requests to the API server. The leader election sends one or two each 2 s.
     requests: u64,
     writes: u64,
-    resident_mib: u64,
+    own_kib: u64,
 }
 
 impl Usage {
-    async fn of(controller: &Controller) -> Self {
-        let status = std::fs::read_to_string("/proc/self/status").unwrap();
-        let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
-        let kib: u64 = resident.trim().trim_end_matches(" kB").parse().unwrap();
+    fn of(controller: &Process) -> Self {
         Self {
-            requests: controller.requests(),
-            writes: controller.writes(),
-            resident_mib: kib / 1024,
+            requests: controller.sum("cleat_controller_api_requests_total{"),
+            writes: controller.sum("cleat_controller_writes_total{"),
+            own_kib: controller.own_kib(),
         }
     }
 }
