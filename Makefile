@@ -132,6 +132,8 @@ SOAK_VERIFY_S ?= 300
 SOAK_FUZZ_S ?= 3600
 # The numbers of volumes that the controller attaches and detaches.
 SOAK_VOLUMES ?= 100,1000
+# The seconds of the backoff of a detach in which the writes are counted.
+SOAK_BACKOFF_S ?= 60
 
 soak: deps-test ## The same tests with larger numbers, for a night (see CONTRIBUTING.md)
 	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) vm-image tests / \
@@ -154,6 +156,7 @@ soak-fights:
 
 soak-controller:
 	CLEAT_TEST_VOLUMES=$(SOAK_VOLUMES) $(CARGO_TEST) --test kube -- scale:: --nocapture
+	CLEAT_TEST_BACKOFF_S=$(SOAK_BACKOFF_S) $(CARGO_TEST) --test kube -- replay:: --nocapture
 
 soak-nodes:
 	CLEAT_TEST_FAIL_OVERS=$(SOAK_FAIL_OVERS) $(CARGO_TEST) --test nodes -- --test-threads 1 --nocapture

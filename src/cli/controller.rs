@@ -44,7 +44,7 @@ pub(super) struct Controller {
     /// The namespace of the leader's Lease [default: that of the pod or of the kubeconfig]
     #[arg(long, value_name = "NAME")]
     namespace: Option<String>,
-    /// Grant and fence RBD images of the clusters in this file (see csi.clusters) [default: refuse RBD images]
+    /// Grant and fence the volumes of the clusters and object stores in this file (see csi.clusters) [default: refuse them]
     #[arg(long, value_name = "PATH")]
     clusters: Option<PathBuf>,
     /// The address of /metrics, /healthz and /readyz [default: none]
