@@ -2,7 +2,7 @@
 
 use std::io::Write;
 use std::panic::AssertUnwindSafe;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -202,16 +202,13 @@ impl Cluster {
         self.kubectl(arguments);
     }
 
-    /// Returns kubectl with the rights of an administrator.
-    pub(crate) fn kubectl_command(&self) -> Command {
-        let mut command = Command::new(kubectl());
-        command.current_dir(project(""));
-        command.arg("--kubeconfig").arg(self.plane.kubeconfig());
-        command
+    /// Returns the path of a kubeconfig of an administrator.
+    pub(crate) fn kubeconfig(&self) -> PathBuf {
+        self.plane.kubeconfig()
     }
 
     fn try_kubectl(&self, arguments: &[&str], input: &str) -> (bool, String) {
-        let mut command = self.kubectl_command();
+        let mut command = kubectl_with(&self.kubeconfig());
         command.args(arguments);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
@@ -310,11 +307,18 @@ fn start_parts(kind: Kind, payload: &Path) -> (Vec<Machine>, ControlPlane, Optio
     (machines, plane, ceph)
 }
 
+/// Returns kubectl with a kubeconfig.
+pub(crate) fn kubectl_with(kubeconfig: &Path) -> Command {
+    let mut command = Command::new(kubectl());
+    command.current_dir(project(""));
+    command.arg("--kubeconfig").arg(kubeconfig);
+    command
+}
+
 /// Returns whether the API server is ready.
 fn is_ready(kubeconfig: &Path) -> bool {
-    let mut command = Command::new(kubectl());
-    command.arg("--kubeconfig").arg(kubeconfig).args(["get", "--raw", "/readyz"]);
-    command.output().unwrap().status.success()
+    let mut command = kubectl_with(kubeconfig);
+    command.args(["get", "--raw", "/readyz"]).output().unwrap().status.success()
 }
 
 /// Waits until `condition` returns a value.

@@ -20,4 +20,5 @@ mod programs;
 mod restarts;
 mod survival;
 mod timeline;
+mod watch;
 mod writer;

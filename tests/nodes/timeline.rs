@@ -1,14 +1,13 @@
 //! When objects of a cluster changed, as watches report it.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader};
-use std::process::{Child, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::cluster::{Cluster, USER, is_true};
+use crate::cluster::{Cluster, USER, is_true, kubectl_with};
+use crate::watch::Watch;
 
 /// What is watched.
 const PATHS: [&str; 4] = [
@@ -97,7 +96,7 @@ fn describe_grant(grant: &Value) -> String {
 /// The changes of nodes, pods, VolumeAttachments and grants.
 pub(crate) struct Timeline {
     changes: Arc<Mutex<Vec<Change>>>,
-    watches: Vec<Child>,
+    watches: Vec<Arc<Watch>>,
 }
 
 impl Timeline {
@@ -106,23 +105,22 @@ impl Timeline {
         let began = Instant::now();
         let changes = Arc::<Mutex<Vec<Change>>>::default();
         let watches = PATHS.map(|path| {
-            let mut command = cluster.kubectl_command();
-            command.args(["get", "--raw", &format!("{path}?watch=1")]);
-            let mut watch = command.stdout(Stdio::piped()).spawn().unwrap();
-            let lines = BufReader::new(watch.stdout.take().unwrap()).lines();
-            let changes = Arc::clone(&changes);
+            let (watch, kubeconfig) = (Arc::<Watch>::default(), cluster.kubeconfig());
+            let (followed, changes) = (Arc::clone(&watch), Arc::clone(&changes));
             std::thread::spawn(move || {
+                let request = |query: &str| {
+                    let mut command = kubectl_with(&kubeconfig);
+                    command.args(["get", "--raw", &format!("{path}?{query}")]);
+                    command
+                };
                 let mut printed = BTreeMap::new();
-                for line in lines.map_while(Result::ok) {
-                    let mut change: Value = serde_json::from_str(&line).unwrap();
-                    let event = change["type"].as_str().unwrap().to_owned();
-                    let object = change["object"].take();
+                followed.follow(request, |event, object| {
                     let change = Change { at: Instant::now(), event, object };
                     if is_printed {
                         change.print(began, &mut printed);
                     }
                     changes.lock().unwrap().push(change);
-                }
+                });
             });
             watch
         });
@@ -158,9 +156,8 @@ impl Timeline {
 
 impl Drop for Timeline {
     fn drop(&mut self) {
-        for watch in &mut self.watches {
-            let _ = watch.kill();
-            let _ = watch.wait();
+        for watch in &self.watches {
+            watch.end();
         }
     }
 }
