@@ -12,12 +12,15 @@
 mod cluster;
 mod demo;
 mod fail_over;
+mod figures;
 mod files;
 mod installation;
+mod killed_controller;
 mod machine;
 mod network;
 mod programs;
 mod restarts;
+mod slow;
 mod survival;
 mod timeline;
 mod watch;

@@ -174,6 +174,18 @@ pub(crate) fn is_out_of_service(object: &Value, node: &str) -> bool {
     is(object, "Node", node) && is_tainted
 }
 
+/// Returns whether an object was deleted, or is to be deleted.
+pub(crate) fn is_being_deleted(event: &str, object: &Value) -> bool {
+    event == "DELETED" || object["metadata"]["deletionTimestamp"].is_string()
+}
+
+/// Returns whether the object is a grant that the node must give back.
+pub(crate) fn is_revoked(object: &Value, node: &str) -> bool {
+    let mut holders = object["spec"]["holders"].as_array().into_iter().flatten();
+    object["kind"] == "VolumeGrant"
+        && holders.any(|holder| holder["node"] == node && holder["revoked"] == true)
+}
+
 /// Returns whether the object is a grant whose volume the node was fenced from.
 pub(crate) fn is_fenced(object: &Value, node: &str) -> bool {
     let fences = object["status"]["fences"].as_array();

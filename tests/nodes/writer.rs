@@ -112,6 +112,11 @@ impl Writer {
         Self { uid: text(&pod["metadata"]["uid"]), node: text(&pod["spec"]["nodeName"]) }
     }
 
+    /// Returns the node on which the pod is not.
+    pub(crate) fn other_node(&self) -> &'static str {
+        if self.node == "a" { "b" } else { "a" }
+    }
+
     /// Returns the numbers of the records that the pod has made durable, and how many writes have failed.
     pub(crate) fn notes(&self, cluster: &Cluster) -> (Vec<usize>, usize) {
         let text = cluster.machine(&self.node).run(&format!("cat /out/notes/{}", self.uid));
