@@ -26,6 +26,9 @@ const CHART: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/helm/cleat");
 /// The values that give the objects of `deploy/overlays/rbd`.
 const RBD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/helm/cleat/values-rbd.yaml");
 
+/// The values that give the objects of `deploy/overlays/object`.
+const OBJECT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/helm/cleat/values-object.yaml");
+
 /// The values that give the objects of `deploy/overlays/all`.
 const ALL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/helm/cleat/values-all.yaml");
 
@@ -119,6 +122,7 @@ fn check_equal(mut chart: Vec<Value>, kustomization: &[Value]) {
 fn chart_and_kustomizations_have_the_same_objects() {
     check_equal(render(&[]).unwrap(), &build("base"));
     check_equal(render(&["--values", RBD]).unwrap(), &build("overlays/rbd"));
+    check_equal(render(&["--values", OBJECT]).unwrap(), &build("overlays/object"));
     let remediation = render(&["--set", "remediation.enabled=true"]).unwrap();
     check_equal(remediation, &build("overlays/remediation"));
     let monitoring = render(&["--set", "monitoring.enabled=true"]).unwrap();

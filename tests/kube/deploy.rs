@@ -1,9 +1,11 @@
 //! The objects in `deploy/` on a real API server.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use cleat_node::config::{Config, Listen};
+use k8s_openapi::ByteString;
 use serde_json::{Value, json};
 
 use crate::cluster::objects::apply;
@@ -26,8 +28,14 @@ const CLUSTER_KINDS: [&str; 10] = [
 ];
 
 /// The kustomizations that a user can apply.
-pub(crate) const DIRECTORIES: [&str; 5] =
-    ["base", "overlays/rbd", "overlays/remediation", "overlays/monitoring", "overlays/all"];
+pub(crate) const DIRECTORIES: [&str; 6] = [
+    "base",
+    "overlays/rbd",
+    "overlays/object",
+    "overlays/remediation",
+    "overlays/monitoring",
+    "overlays/all",
+];
 
 /// The kinds that make pods.
 const POD_KINDS: [&str; 2] = ["DaemonSet", "Deployment"];
@@ -98,7 +106,7 @@ fn each_object_exists_once_and_so_does_each_name_that_one_refers_to() {
 
 /// Checks that each object exists once, and so does each name that one refers to.
 pub(crate) fn check_references(objects: &[Value]) {
-    let mut known = std::collections::BTreeSet::new();
+    let mut known = BTreeSet::new();
     for object in objects {
         let metadata = &object["metadata"];
         let names = [&object["kind"], &metadata["namespace"], &metadata["name"]];
@@ -234,6 +242,47 @@ fn the_nodes_use_grants_and_the_controller_gives_them() {
         let volumes = pod["volumes"].as_array().unwrap();
         let volume = volumes.iter().find(|volume| volume["name"] == mount["name"]).unwrap();
         assert_eq!(volume["secret"]["secretName"], "cleat-ceph");
+    }
+}
+
+/// Returns the files of the Secret.
+fn secret(objects: &[Value]) -> BTreeMap<String, Vec<u8>> {
+    let secret = objects.iter().find(|object| object["kind"] == "Secret").unwrap();
+    let data: BTreeMap<String, String> = serde_json::from_value(secret["data"].clone()).unwrap();
+    let decode = |(name, text): (String, String)| {
+        // kustomize breaks the lines.
+        let content: ByteString = serde_json::from_value(text.replace('\n', "").into()).unwrap();
+        (name, content.0)
+    };
+    data.into_iter().map(decode).collect()
+}
+
+/// The classes name clusters of the Secret, whose files are in the Secret, too.
+#[test]
+fn the_clusters_of_the_classes_are_in_the_secret_with_their_files() {
+    for directory in ["overlays/rbd", "overlays/object", "overlays/all"] {
+        let objects = build(directory);
+        let files = secret(&objects);
+        let clusters: Vec<Value> = serde_json::from_slice(&files["clusters.json"]).unwrap();
+        let classes = objects.iter().filter(|object| object["kind"] == "StorageClass");
+        let named = classes.filter_map(|class| class["parameters"]["clusterID"].as_str());
+        let named: BTreeSet<&str> = named.collect();
+        let known = clusters.iter().map(|cluster| cluster["clusterID"].as_str().unwrap());
+        let known: BTreeSet<&str> = known.collect();
+        assert_eq!(named, known, "{directory}");
+        let mut used = BTreeSet::from(["clusters.json"]);
+        for cluster in &clusters {
+            let store = cluster["store"].as_str();
+            let path = store.map_or_else(
+                || cluster["keyring"].as_str(),
+                |store| {
+                    test_kit::backends::REGISTRY.store(store).unwrap();
+                    store.split_once("credentials_file=").map(|(_, path)| path)
+                },
+            );
+            used.insert(path.unwrap().strip_prefix("/etc/ceph/").unwrap());
+        }
+        assert!(files.keys().eq(&used), "{directory}: {:?} and {used:?}", files.keys());
     }
 }
 

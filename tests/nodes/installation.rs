@@ -19,7 +19,7 @@ pub(crate) const POOL: &str = "kubernetes";
 /// Returns the images of the sidecars in the manifests and in the tests, with the name of each sidecar.
 pub(crate) fn sidecars() -> Vec<(String, String)> {
     let mut images = vec![(RESIZER.to_owned(), "csi-resizer".to_owned())];
-    for file in ["base/node.yaml", "components/rbd/images.yaml"] {
+    for file in ["base/node.yaml", "components/images/images.yaml"] {
         let text = std::fs::read_to_string(project("deploy").join(file)).unwrap();
         let documents: Vec<Value> = serde_saphyr::from_multiple(&text).unwrap();
         let containers = documents[0]["spec"]["template"]["spec"]["containers"].as_array().unwrap();
