@@ -250,7 +250,9 @@ fn render_all() -> Vec<Value> {
     for path in ["/data/kubelet", "/data/kubelet/plugins/cleat.csi.storage", "/mnt/fast"] {
         assert!(text.contains(&format!("\"path\":\"{path}\"")), "{path} in {text}");
     }
-    assert_eq!(pod["containers"][0]["livenessProbe"]["httpGet"]["port"], 9001);
+    for probe in ["livenessProbe", "readinessProbe"] {
+        assert_eq!(pod["containers"][0][probe]["httpGet"]["port"], 9001);
+    }
     let config = take_config(&mut by_name(objects.clone()));
     assert_eq!(config.metrics.listen, Listen::Tcp("0.0.0.0:9001".parse().unwrap()));
     assert_eq!(config.csi.socket(), Path::new("/data/kubelet/plugins/cleat.csi.storage/csi.sock"));

@@ -200,9 +200,12 @@ fn the_configuration_is_valid_and_fits_the_pod() {
     let text = pod.to_string();
     let socket = config.csi.socket();
     assert!(text.contains(&format!("{:?}", socket.parent().unwrap())), "{}", socket.display());
-    let probe = &pod["containers"][0]["livenessProbe"]["httpGet"];
-    let address = format!("{}:{}", probe["host"].as_str().unwrap(), probe["port"]);
-    assert_eq!(config.metrics.listen, Listen::Tcp(address.parse().unwrap()));
+    for probe in ["livenessProbe", "readinessProbe"] {
+        let probe = &pod["containers"][0][probe]["httpGet"];
+        let address = format!("{}:{}", probe["host"].as_str().unwrap(), probe["port"]);
+        assert_eq!(config.metrics.listen, Listen::Tcp(address.parse().unwrap()));
+        assert_eq!(probe["path"], "/healthz");
+    }
     let directory = find("StorageClass")["parameters"]["directory"].as_str().unwrap();
     let path = config.csi.directories[directory].to_str().unwrap();
     assert!(text.contains(&format!("{path:?}")), "the pod makes {path}");
