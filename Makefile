@@ -128,6 +128,8 @@ SOAK_GRANT_FIGHTS ?= 100
 SOAK_REPEAT ?= 30
 # The fail-overs of each kind between two nodes.
 SOAK_FAIL_OVERS ?= 20
+# How often the pod of the daemon is replaced under a load.
+SOAK_REPLACEMENTS ?= 20
 SOAK_VERIFY_S ?= 300
 SOAK_FUZZ_S ?= 3600
 # The numbers of volumes that the controller attaches and detaches.
@@ -159,7 +161,8 @@ soak-controller:
 	CLEAT_TEST_BACKOFF_S=$(SOAK_BACKOFF_S) $(CARGO_TEST) --test kube -- replay:: --nocapture
 
 soak-nodes:
-	CLEAT_TEST_FAIL_OVERS=$(SOAK_FAIL_OVERS) $(CARGO_TEST) --test nodes -- --test-threads 1 --nocapture
+	CLEAT_TEST_FAIL_OVERS=$(SOAK_FAIL_OVERS) CLEAT_TEST_REPLACEMENTS=$(SOAK_REPLACEMENTS) \
+		$(CARGO_TEST) --test nodes -- --test-threads 1 --nocapture
 
 soak-fuzz:
 	end=$$(($$(date +%s) + $(SOAK_FUZZ_S))); while [ $$(date +%s) -lt $$end ]; do \

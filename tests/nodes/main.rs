@@ -10,12 +10,12 @@
 )]
 
 mod cluster;
+mod controller_killed;
 mod demo;
 mod fail_over;
 mod figures;
 mod files;
 mod installation;
-mod killed_controller;
 mod machine;
 mod network;
 mod programs;

@@ -1,4 +1,8 @@
 //! Parts of a node that restart while a pod uses its volume.
+//!
+//! `CLEAT_TEST_REPLACEMENTS` is how often the pod of the daemon is replaced (default 1).
+
+use std::time::Duration;
 
 use serde_json::Value;
 
@@ -26,11 +30,12 @@ impl<'a> Load<'a> {
                  until [ -e /run/stop ]; do
                      fio --name=load --filename=$file --size=16M --rw=randwrite --bs=4k --direct=1 --iodepth=8 \
                          --ioengine=libaio --verify=crc32c --do_verify=1 --verify_fatal=1 \
-                         --minimal >/out/fio.log 2>&1 || exit
+                         --output-format=json --output=/out/fio.json 2>/out/fio.log || exit
+                     grep -A 2 lat_ns /out/fio.json | grep max >>/run/latencies
                      round=$((round + 1)); echo $round >/run/rounds
                  done
                  echo verified >/run/rounds' </dev/null >/dev/null 2>&1 &
-             rm -f /run/rounds"
+             rm -f /run/rounds /run/latencies"
         ));
         let load = Self { cluster, pod };
         load.goes_on();
@@ -39,6 +44,16 @@ impl<'a> Load<'a> {
 
     fn name(&self) -> &str {
         self.pod["metadata"]["name"].as_str().unwrap()
+    }
+
+    /// Returns how long the longest request of the load has taken.
+    fn longest_stall(&self) -> Duration {
+        let lines = self.cluster.on_node("cat /run/latencies");
+        let latencies = lines.lines().map(|line| {
+            let (_, number) = line.split_once(':').unwrap();
+            number.trim().trim_end_matches(',').parse().unwrap()
+        });
+        Duration::from_nanos(latencies.max().expect("the load has ended once"))
     }
 
     /// Waits until more has been written and verified.
@@ -55,6 +70,7 @@ impl<'a> Load<'a> {
         wait("the load ends without an error", || {
             (self.cluster.on_node("cat /run/rounds").trim() == "verified").then_some(())
         });
+        println!("figures: the longest request took {:.1} s", self.longest_stall().as_secs_f64());
         let errors = self
             .cluster
             .on_node("dmesg | grep -iE 'i/o error|ext4-fs error|nbd.*(timed out|error)'; true");
@@ -99,13 +115,22 @@ fn kubelet_and_containerd_restart_under_a_pod() {
     });
 }
 
+/// Returns how often the pod of the daemon is replaced.
+fn replacements() -> usize {
+    std::env::var("CLEAT_TEST_REPLACEMENTS").map_or(1, |count| count.parse().unwrap())
+}
+
 #[test]
 fn the_pod_of_the_daemon_is_replaced_under_load() {
     run(|cluster| {
         let load = Load::start(cluster, "replaced");
-        cluster.kubectl(&["rollout", "restart", "daemonset/cleat-node", "-n", "cleat-system"]);
-        cluster.rolled_out("daemonset/cleat-node");
-        load.goes_on();
+        for replacement in 1..=replacements() {
+            cluster.kubectl(&["rollout", "restart", "daemonset/cleat-node", "-n", "cleat-system"]);
+            cluster.rolled_out("daemonset/cleat-node");
+            load.goes_on();
+            let stall = load.longest_stall().as_secs_f64();
+            println!("figures: replacement {replacement}, longest request until now {stall:.1} s");
+        }
         // The new pod is registered with kubelet, and serves another pod.
         cluster.start_pod(&pod("second", "replaced"));
         cluster.delete(POD, "second");
