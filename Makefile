@@ -27,7 +27,8 @@ JOBS ?= 3
 TEST ?=
 EXACT = $(if $(TEST),--exact $(TEST))
 SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.sh \
-	scripts/control-plane.sh scripts/deploy-tools.sh tests/nodes/guest/start tests/nodes/guest/service
+	scripts/control-plane.sh scripts/deploy-tools.sh tests/nodes/guest/start tests/nodes/guest/service \
+	tests/nodes/guest/shutdown
 
 .DEFAULT_GOAL := build
 .PHONY: help build release demo test unit tests vm-image comparison soak \

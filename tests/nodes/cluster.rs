@@ -95,17 +95,22 @@ impl Drop for Logs<'_> {
             println!("{}", self.0.try_kubectl(arguments, "").1);
         }
         for machine in &self.0.machines {
-            machine.thaw();
-            for command in [
-                "tail -n 30 /out/kubelet.log",
-                "tail -n 10 /out/containerd.log",
-                "tail -n 40 /var/log/pods/cleat-system_*/*/*.log",
-                "dmesg | tail -n 20",
-                "tail -n 20 /out/notes/*",
-            ] {
-                println!("{} {command}: {}", machine.name, machine.try_run(command).1);
-            }
+            // It may have ended.
+            let _ = std::panic::catch_unwind(AssertUnwindSafe(|| show_logs(machine)));
         }
+    }
+}
+
+fn show_logs(machine: &Machine) {
+    machine.thaw();
+    for command in [
+        "tail -n 30 /out/kubelet.log",
+        "tail -n 10 /out/containerd.log",
+        "tail -n 40 /var/log/pods/cleat-system_*/*/*.log",
+        "dmesg | tail -n 20",
+        "tail -n 20 /out/notes/*",
+    ] {
+        println!("{} {command}: {}", machine.name, machine.try_run(command).1);
     }
 }
 

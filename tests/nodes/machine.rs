@@ -1,12 +1,13 @@
 //! A virtual machine that is a node.
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -26,12 +27,25 @@ const COMMAND: Duration = Duration::from_secs(300);
 /// the network of the node is cut.
 const HOST_OF_SHELL: &str = "10.0.2.2";
 
+/// The size of the disk with images, containers and the state of kubelet and cleat, in bytes. The file is sparse.
+const DISK: u64 = 8 << 30;
+
 /// A node of the cluster. It ends with the value.
 pub(crate) struct Machine {
     pub(crate) name: &'static str,
-    process: Child,
-    shell: Mutex<BufReader<TcpStream>>,
+    /// The sockets and logs.
     directory: PathBuf,
+    /// The arguments of the harness that are the same for each boot.
+    arguments: Vec<OsString>,
+    boot: Mutex<Boot>,
+}
+
+/// A machine that runs.
+struct Boot {
+    /// Which one of the machine it is, from 1.
+    number: usize,
+    process: Child,
+    shell: BufReader<TcpStream>,
 }
 
 impl Machine {
@@ -41,8 +55,8 @@ impl Machine {
         let directory = plane.directory().join(name);
         std::fs::create_dir_all(&directory).unwrap();
         make_tap(name);
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = listener.local_addr().unwrap().port();
+        let disk = test_kit::temp::on_disk().join(format!("disk-{name}"));
+        File::create(&disk).unwrap().set_len(DISK).unwrap();
         let kubeconfig = plane.kubelet_kubeconfig(name);
         let authority = std::fs::read_to_string(plane.authority()).unwrap();
         let variables = [
@@ -50,22 +64,42 @@ impl Machine {
             format!("ADDRESS={}", address(number)),
             format!("HOST={HOST_OF_MACHINES}"),
             format!("API_SERVER={HOST_OF_MACHINES}:{}", plane.port()),
-            format!("SHELL_ADDRESS={HOST_OF_SHELL}:{port}"),
             format!("KUBECONFIG={kubeconfig}"),
             format!("AUTHORITY={authority}"),
         ];
-        let mut command = Command::new(project("tests/vm/run"));
-        command.arg("--payload").arg(payload).arg("--out").arg(directory.join("out"));
-        command.args(["--network", "--tap", &format!("{name},52:54:00:00:00:{:02x}", 11 + number)]);
-        command.arg("--qmp").arg(directory.join("qmp")).args(["--cpus", &cpus.to_string()]);
-        command.args(["--disk", "8G", "--memory", "2G", "--timeout", "36000"]);
-        command.args(variables.iter().flat_map(|variable| ["--env", variable]));
-        command.args(["--", "./start"]);
-        let log = File::create(directory.join("vm.log")).unwrap();
-        let errors = log.try_clone().unwrap();
-        let mut process = command.stdin(Stdio::null()).stdout(log).stderr(errors).spawn().unwrap();
-        let shell = accept(&listener, &mut process, &directory.join("vm.log"));
-        Self { name, process, shell: Mutex::new(BufReader::new(shell)), directory }
+        let card = format!("{name},52:54:00:00:00:{:02x}", 11 + number);
+        let mut arguments: Vec<OsString> = vec!["--payload".into(), payload.into()];
+        arguments.extend(["--qmp".into(), directory.join("qmp").into()]);
+        arguments.extend(["--disk".into(), disk.into()]);
+        arguments
+            .extend(["--network", "--tap", &card, "--cpus", &cpus.to_string()].map(Into::into));
+        arguments.extend(["--memory", "2G", "--timeout", "36000"].map(Into::into));
+        arguments.extend(variables.iter().flat_map(|one| ["--env".into(), one.into()]));
+        let boot = Mutex::new(Boot::start(&directory, &arguments, 1));
+        Self { name, directory, arguments, boot }
+    }
+
+    /// Cuts the power of the machine, and boots it again on its disk. What the kernel has not written yet is lost.
+    pub(crate) fn reset(&self) {
+        self.qmp("quit", &json!({}));
+        self.boot_again();
+    }
+
+    /// Ends the machine as an init does, and boots it again on its disk.
+    pub(crate) fn reboot(&self) {
+        self.run("setsid ./shutdown >>/out/shutdown.log 2>&1 </dev/null &");
+        self.boot_again();
+    }
+
+    /// Boots the machine when it has ended.
+    fn boot_again(&self) {
+        let mut boot = self.boot.lock().unwrap();
+        let deadline = Instant::now() + COMMAND;
+        while boot.process.try_wait().unwrap().is_none() {
+            assert!(Instant::now() < deadline, "the machine does not end");
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        *boot = Boot::start(&self.directory, &self.arguments, boot.number + 1);
     }
 
     /// Runs a command of bash on the node, and returns its output. The command must succeed.
@@ -77,7 +111,8 @@ impl Machine {
 
     /// Runs a command of bash on the node, and returns its exit status and its output.
     pub(crate) fn try_run(&self, command: &str) -> (i64, String) {
-        let mut shell = self.shell.lock().unwrap();
+        let mut boot = self.boot.lock().unwrap();
+        let shell = &mut boot.shell;
         let mut line = json!(command).to_string();
         line.push('\n');
         shell.get_mut().write_all(line.as_bytes()).unwrap();
@@ -128,12 +163,31 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
+        let boot = self.boot.get_mut().unwrap_or_else(PoisonError::into_inner);
         if std::thread::panicking() {
-            show(&self.directory.join("out"));
+            show(&self.directory.join(format!("out{}", boot.number)));
         }
         // The harness of the machine ends QEMU.
-        let _ = self.shell.lock().map(|shell| shell.get_ref().shutdown(std::net::Shutdown::Both));
-        let _ = self.process.wait();
+        let _ = boot.shell.get_ref().shutdown(std::net::Shutdown::Both);
+        let _ = boot.process.wait();
+    }
+}
+
+impl Boot {
+    /// Boots a machine, and waits until its kubelet has been started.
+    fn start(directory: &Path, arguments: &[OsString], number: usize) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let mut command = Command::new(project("tests/vm/run"));
+        command.arg("--out").arg(directory.join(format!("out{number}"))).args(arguments);
+        command.args(["--env", &format!("SHELL_ADDRESS={HOST_OF_SHELL}:{port}")]);
+        command.args(["--", "./start"]);
+        let path = directory.join("vm.log");
+        let log = File::options().create(true).append(true).open(&path).unwrap();
+        let errors = log.try_clone().unwrap();
+        let mut process = command.stdin(Stdio::null()).stdout(log).stderr(errors).spawn().unwrap();
+        let shell = BufReader::new(accept(&listener, &mut process, &path));
+        Self { number, process, shell }
     }
 }
 

@@ -19,6 +19,7 @@ mod installation;
 mod machine;
 mod network;
 mod programs;
+mod reboots;
 mod restarts;
 mod slow;
 mod survival;
