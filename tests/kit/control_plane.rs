@@ -130,6 +130,16 @@ impl ControlPlane {
         *manager = Some(self.start_manager("kube-controller-manager", &kubeconfig, &arguments));
     }
 
+    /// Starts snapshot-controller, which works on snapshots of files and of images. Its custom resources must exist.
+    pub fn start_snapshot_controller(&mut self) {
+        let (name, kubeconfig) = ("snapshot-controller", self.kubeconfig());
+        let arguments = [
+            format!("--kubeconfig={}", kubeconfig.display()),
+            "--enable-distributed-snapshotting".to_owned(),
+        ];
+        self.processes.push(start(&self.programs.join(name), &self.directory, name, &arguments));
+    }
+
     fn start_manager(&self, name: &str, kubeconfig: &Path, more: &[String]) -> Child {
         let common = [
             format!("--kubeconfig={}", kubeconfig.display()),

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use test_kit::ceph;
-use test_kit::control_plane::{ControlPlane, NAMESPACE, Purpose};
+use test_kit::control_plane::{ControlPlane, MACHINES, NAMESPACE, Purpose};
 
 use crate::demo::{say, show_command};
 use crate::installation::{
@@ -18,7 +18,7 @@ use crate::installation::{
 };
 use crate::machine::Machine;
 use crate::network::Network;
-use crate::programs::{BUSYBOX, fill, kubectl, project};
+use crate::programs::{BUSYBOX, fill, kubectl, output, project};
 
 /// The limit for what Kubernetes does: the machine is emulated, and backoffs take up to two minutes.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -28,6 +28,9 @@ pub(crate) const USER: &str = "default";
 
 pub(crate) const CLAIM: &str = "persistentvolumeclaim";
 pub(crate) const POD: &str = "pod";
+
+/// The StorageClass for volumes in a directory of the node.
+pub(crate) const FILES: &str = "cleat-local";
 
 /// The clusters of the tests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -125,7 +128,7 @@ impl Cluster {
         let definitions = snapshot_definitions();
         say("the control plane of Kubernetes, the storage and the virtual machines are started");
         let network = Network::new();
-        let (machines, plane, ceph) = network.enter(|| start_parts(kind, &payload));
+        let (machines, plane, ceph) = network.enter(|| start_parts(kind, &payload, &definitions));
         let cluster = Self { kind, machines, plane, ceph, network };
         let figure = |what: &str| {
             println!("figures: {what} after {:.0} s", began.elapsed().as_secs_f64());
@@ -134,7 +137,7 @@ impl Cluster {
         cluster.network.enter(|| {
             let logs = Logs(&cluster);
             say("cleat is installed, and starts as soon as the nodes are ready");
-            cluster.install(&definitions);
+            cluster.install();
             for machine in &cluster.machines {
                 cluster.until("node", machine.name, "is Ready", |node| is_true(node, "Ready"));
             }
@@ -149,13 +152,11 @@ impl Cluster {
     }
 
     /// Installs cleat.
-    fn install(&self, snapshot_definitions: &Path) {
+    fn install(&self) {
         let Some(ceph) = &self.ceph else {
             self.change(&["apply", "-k", "deploy/base"]);
             return;
         };
-        let definitions = snapshot_definitions.to_str().unwrap();
-        self.change(&["apply", "--server-side", "-k", definitions]);
         let own = with_images_and_remediation(self.plane.directory(), ceph);
         self.change(&["apply", "-k", own.to_str().unwrap()]);
     }
@@ -296,9 +297,18 @@ impl Cluster {
 }
 
 /// Starts what a cluster consists of. The calling thread is in the network of the cluster.
-fn start_parts(kind: Kind, payload: &Path) -> (Vec<Machine>, ControlPlane, Option<ceph::Cluster>) {
+fn start_parts(
+    kind: Kind,
+    payload: &Path,
+    snapshot_definitions: &Path,
+) -> (Vec<Machine>, ControlPlane, Option<ceph::Cluster>) {
     let mut plane = ControlPlane::start("machines", Purpose::Machines, &[], &[], is_ready);
     plane.start_managers(Purpose::Machines);
+    // snapshot-controller ends if they do not exist.
+    let apply = ["apply", "--server-side", "-k", snapshot_definitions.to_str().unwrap()];
+    show_command(&apply);
+    output(kubectl_with(&plane.kubeconfig()).args(apply));
+    plane.start_snapshot_controller();
     let plane_of_machines = &plane;
     let start = |number, cpus| Machine::start(plane_of_machines, number, cpus, payload);
     let (machines, ceph) = match kind {
@@ -346,13 +356,18 @@ pub(crate) fn is_true(object: &Value, kind: &str) -> bool {
     })
 }
 
-/// A claim of a volume on the node of the pod.
+/// A claim of a volume in a directory of the node of the pod.
 pub(crate) fn claim(name: &str, mode: &str) -> Value {
+    claim_of(FILES, name, mode)
+}
+
+/// A claim of a StorageClass.
+pub(crate) fn claim_of(class: &str, name: &str, mode: &str) -> Value {
     json!({
         "apiVersion": "v1", "kind": "PersistentVolumeClaim",
         "metadata": { "name": name },
         "spec": {
-            "storageClassName": "cleat-local",
+            "storageClassName": class,
             "accessModes": ["ReadWriteOnce"],
             "volumeMode": mode,
             "resources": { "requests": { "storage": "64Mi" } },
@@ -360,13 +375,14 @@ pub(crate) fn claim(name: &str, mode: &str) -> Value {
     })
 }
 
-/// A pod that waits, with the volume `v` of a claim at `/v`.
+/// A pod that waits on node a, with the volume `v` of a claim at `/v`.
 pub(crate) fn pod(name: &str, claim: &str) -> Value {
     json!({
         "apiVersion": "v1", "kind": "Pod",
         "metadata": { "name": name },
         "spec": {
             "terminationGracePeriodSeconds": 1,
+            "nodeSelector": { "kubernetes.io/hostname": MACHINES[0] },
             "containers": [{
                 "name": "main", "image": BUSYBOX, "command": ["sleep", "2147483647"],
                 "volumeMounts": [{ "name": "v", "mountPath": "/v" }],

@@ -13,6 +13,9 @@ use crate::programs::{output, project};
 /// The image of csi-resizer, which the base does not have.
 pub(crate) const RESIZER: &str = "registry.k8s.io/sig-storage/csi-resizer:v2.3.0";
 
+/// The image of csi-snapshotter, which the base does not have.
+pub(crate) const SNAPSHOTTER: &str = "registry.k8s.io/sig-storage/csi-snapshotter:v8.7.0";
+
 /// The pool in `deploy/components/rbd`.
 pub(crate) const POOL: &str = "kubernetes";
 
@@ -33,7 +36,7 @@ pub(crate) fn sidecars() -> Vec<(String, String)> {
     images
 }
 
-/// Returns the directory with the custom resources of snapshots, which `deploy/components/rbd` needs.
+/// Returns the directory with the custom resources of snapshots.
 pub(crate) fn snapshot_definitions() -> PathBuf {
     let module = "github.com/kubernetes-csi/external-snapshotter/client/v8";
     test_kit::go::module("tests/kube/control-plane", module).join("config/crd")
@@ -75,7 +78,10 @@ pub(crate) fn with_images_and_remediation(directory: &Path, ceph: &ceph::Cluster
     let own = directory.join("deploy/own");
     std::fs::create_dir_all(&own).unwrap();
     let kustomization = json!({
-        "resources": ["../base"], "components": ["../components/rbd", "../components/remediation"],
+        "resources": ["../base"],
+        "components": [
+            "../components/rbd", "../components/volume-attributes", "../components/remediation",
+        ],
     });
     std::fs::write(own.join("kustomization.yaml"), kustomization.to_string()).unwrap();
     own

@@ -9,6 +9,7 @@
     reason = "a test fails by panicking, prints figures, and waits in real time"
 )]
 
+mod claims_of_images;
 mod cluster;
 mod controller_killed;
 mod demo;
@@ -16,6 +17,7 @@ mod fail_over;
 mod figures;
 mod files;
 mod installation;
+mod life;
 mod machine;
 mod network;
 mod programs;
