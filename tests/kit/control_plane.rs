@@ -79,6 +79,8 @@ impl ControlPlane {
         let directory =
             std::env::var_os("CLEAT_TEST_SHM").map_or_else(std::env::temp_dir, PathBuf::from);
         let directory = directory.join(name);
+        // An earlier one of this process would leave its objects to this one.
+        let _ = fs::remove_dir_all(&directory);
         fs::create_dir_all(&directory).unwrap();
         let [client, peer, api] = free_ports();
         let etcd = start_etcd(&programs.join("server"), &directory, client, peer);
