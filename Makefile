@@ -174,8 +174,8 @@ image: ## Build the OCI image and its bill of materials (target/oci), without a 
 	scripts/install-deps.sh build vm
 	scripts/build-image --output $(TARGET)/oci
 
-bench: deps-test ## Benchmarks against peers
-	$(CARGO) bench --locked
+bench: deps-test ## Speed beside other NBD servers; writes target/bench/report.md (see benches/peer/main.rs)
+	$(CARGO) bench --locked --bench peer
 
 install: $(RELEASE) ## Install what was built: unit, udev rules, manual, too (DESTDIR, PREFIX)
 	$(INSTALL) -D -m 0755 $(RELEASE) $(DESTDIR)$(bindir)/cleat

@@ -27,7 +27,9 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Client, Load, Server, cpu_seconds, median};
+use common::client::{Client, Load};
+use common::fio::Fio;
+use common::{Server, cpu_seconds, median, number};
 use librbd::{Config, NewImage, Pool};
 use nix::sys::resource::{UsageWho, getrusage};
 use test_kit::ceph::{Cluster, ID, POOL};
@@ -44,7 +46,8 @@ struct Row {
 }
 
 const fn row(name: &'static str, write: bool, sequential: bool, block: usize, depth: usize) -> Row {
-    Row { name, load: Load { write, sequential, block }, depth }
+    let writes_percent = if write { 100 } else { 0 };
+    Row { name, load: Load { writes_percent, sequential, block }, depth }
 }
 
 const ROWS: [Row; 6] = [
@@ -60,8 +63,8 @@ fn main() {
     let setup = Setup::new();
     let osd = setup.osd();
     let mut contestants = setup.contestants();
-    let rounds = number("ROUNDS", 5);
-    let time = Duration::from_secs_f64(number("SECONDS", 2) as f64);
+    let rounds = number("ROUNDS", 5.0) as usize;
+    let time = Duration::from_secs_f64(number("SECONDS", 2.0));
     let only = std::env::var("ONLY").unwrap_or_default();
     println!("medians of {rounds} rounds of {time:?}; CPU in µs per operation");
     println!(
@@ -93,10 +96,6 @@ fn main() {
             );
         }
     }
-}
-
-fn number(name: &str, default: usize) -> usize {
-    std::env::var(name).map_or(default, |text| text.parse().unwrap())
 }
 
 /// The cluster, and the configuration of all contestants.
@@ -174,7 +173,8 @@ impl Setup {
 
     fn raw(&self) -> Contestant {
         self.image("raw");
-        let uri = format!("--ioengine=rbd --rbdname=raw --pool={POOL} --clientname={ID}");
+        let uri =
+            format!("--ioengine=rbd --rbdname=raw --pool={POOL} --clientname={ID} --size={SIZE}");
         let fio = Fio::new(&uri, Some(self.conf()));
         // Another client fills the image.
         let image = self.pool.open("raw", None, librbd::Open::Write).unwrap();
@@ -212,12 +212,15 @@ enum Kind {
 impl Contestant {
     fn server(name: &str, mut command: Command, socket: &Path) -> Self {
         let server = command.stdout(Stdio::null()).spawn();
-        let server = Server(server.unwrap_or_else(|error| panic!("{command:?}: {error}")));
+        let server = Server::Child(server.unwrap_or_else(|error| panic!("{command:?}: {error}")));
         let mut client = Client::connect(socket);
         client.fill();
         let kind = if std::env::var("FIO").is_ok() {
             drop(client);
-            let uri = format!("--ioengine=nbd --uri=nbd+unix:///?socket={}", socket.display());
+            let uri = format!(
+                "--ioengine=nbd --uri=nbd+unix:///?socket={} --size={SIZE}",
+                socket.display()
+            );
             Kind::ServerFio(server, Fio::new(&uri, None))
         } else {
             Kind::Server(server, client)
@@ -250,14 +253,15 @@ impl Contestant {
                 (rate, operations, own_cpu_seconds() - before)
             }
             Kind::Server(server, client) => {
-                let before = cpu_seconds(server.0.id());
-                let rate = client.run(load, depth, time);
-                (rate, rate * time.as_secs_f64(), cpu_seconds(server.0.id()) - before)
+                let before = cpu_seconds(server.id());
+                let figures = client.run(load, depth, time);
+                let cpu_s = cpu_seconds(server.id()) - before;
+                (figures.rate, figures.count as f64, cpu_s)
             }
             Kind::ServerFio(server, fio) => {
-                let before = cpu_seconds(server.0.id());
+                let before = cpu_seconds(server.id());
                 let (rate, operations) = fio.run(load, depth, time);
-                (rate, operations, cpu_seconds(server.0.id()) - before)
+                (rate, operations, cpu_seconds(server.id()) - before)
             }
         }
     }
@@ -271,40 +275,4 @@ fn own_cpu_seconds() -> f64 {
         .flat_map(|usage| [usage.user_time(), usage.system_time()])
         .map(|time| time.tv_sec() as f64 + time.tv_usec() as f64 / 1e6)
         .sum()
-}
-
-struct Fio {
-    arguments: Vec<String>,
-    conf: Option<PathBuf>,
-}
-
-impl Fio {
-    fn new(arguments: &str, conf: Option<PathBuf>) -> Self {
-        Self { arguments: arguments.split(' ').map(str::to_owned).collect(), conf }
-    }
-
-    /// Runs fio. Returns operations per second, and their number.
-    fn run(&self, load: Load, depth: usize, time: Duration) -> (f64, f64) {
-        let mode = match (load.sequential, load.write) {
-            (false, false) => "randread",
-            (false, true) => "randwrite",
-            (true, false) => "read",
-            (true, true) => "write",
-        };
-        let mut command = Command::new("fio");
-        command.args(&self.arguments).args(["--name=raw", "--output-format=json", "--thread"]);
-        command.args(["--time_based", "--group_reporting", "--gtod_reduce=1"]);
-        command.arg(format!("--runtime={}", time.as_secs()));
-        command.arg(format!("--rw={mode}")).arg(format!("--bs={}", load.block));
-        command.arg(format!("--iodepth={depth}")).arg(format!("--size={SIZE}"));
-        if let Some(conf) = &self.conf {
-            command.env("CEPH_CONF", conf);
-        }
-        let output = command.stderr(Stdio::inherit()).output().expect("apt install fio");
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
-        let from = output.stdout.iter().position(|byte| *byte == b'{').unwrap();
-        let json: serde_json::Value = serde_json::from_slice(&output.stdout[from..]).unwrap();
-        let figures = &json["jobs"][0][if load.write { "write" } else { "read" }];
-        (figures["iops"].as_f64().unwrap(), figures["total_ios"].as_f64().unwrap())
-    }
 }

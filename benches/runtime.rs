@@ -38,7 +38,7 @@ fn main() {
     let start = |mode: &str| {
         let socket = dir.path().join(mode);
         let this = std::env::current_exe().unwrap();
-        (Server(Command::new(this).arg(mode).arg(&socket).spawn().unwrap()), socket)
+        (Server::Child(Command::new(this).arg(mode).arg(&socket).spawn().unwrap()), socket)
     };
     let ((raw, raw_socket), (tokio, tokio_socket)) = (start("serve-raw"), start("serve-tokio"));
     let whole_socket = dir.path().join("whole");
@@ -48,7 +48,7 @@ fn main() {
         .stdout(Stdio::null())
         .spawn()
         .unwrap();
-    let whole = Server(whole);
+    let whole = Server::Child(whole);
     let servers = [
         ("raw io_uring", &raw, &*raw_socket),
         ("tokio-uring", &tokio, &*tokio_socket),

@@ -37,6 +37,7 @@ test  mandoc                  checks the manual pages
 test  mount                   mounts of test devices
 test  nbd-client              a peer, and the oldest client of the kernel driver
 test  nbdkit                  a peer
+test  nbd-server              a peer of the benchmark
 test  openssl                 certificates of the test control plane
 test  python3                 test scripts
 test  python3-libnbd          nbdsh's library

@@ -1,0 +1,46 @@
+//! fio as a process that makes a load and measures it.
+
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use super::client::Load;
+
+/// The arguments that name what fio loads.
+pub struct Fio {
+    arguments: Vec<String>,
+    conf: Option<PathBuf>,
+}
+
+impl Fio {
+    /// Makes a load with these arguments, separated by spaces; `conf` is the configuration of Ceph.
+    pub fn new(arguments: &str, conf: Option<PathBuf>) -> Self {
+        Self { arguments: arguments.split(' ').map(str::to_owned).collect(), conf }
+    }
+
+    /// Runs fio. Returns operations per second, and their number.
+    pub fn run(&self, load: Load, depth: usize, time: Duration) -> (f64, f64) {
+        let writes = load.writes_percent > 0;
+        let mode = match (load.sequential, writes) {
+            (false, false) => "randread",
+            (false, true) => "randwrite",
+            (true, false) => "read",
+            (true, true) => "write",
+        };
+        let mut command = Command::new("fio");
+        command.args(&self.arguments).args(["--name=raw", "--output-format=json", "--thread"]);
+        command.args(["--time_based", "--group_reporting", "--gtod_reduce=1"]);
+        command.arg(format!("--runtime={}ms", time.as_millis()));
+        command.arg(format!("--rw={mode}")).arg(format!("--bs={}", load.block));
+        command.arg(format!("--iodepth={depth}"));
+        if let Some(conf) = &self.conf {
+            command.env("CEPH_CONF", conf);
+        }
+        let output = command.stderr(Stdio::inherit()).output().expect("apt install fio");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        let from = output.stdout.iter().position(|byte| *byte == b'{').unwrap();
+        let json: serde_json::Value = serde_json::from_slice(&output.stdout[from..]).unwrap();
+        let figures = &json["jobs"][0][if writes { "write" } else { "read" }];
+        (figures["iops"].as_f64().unwrap(), figures["total_ios"].as_f64().unwrap())
+    }
+}

@@ -1,0 +1,255 @@
+//! The report: Markdown, JSON, and a plot.
+
+use std::fmt::Write as _;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::common::median;
+use crate::contestants::Measurement;
+use crate::plot;
+use crate::rows::{Must, Row, is_peer};
+
+/// The results of a run.
+pub struct Report {
+    machine: Vec<(&'static str, String)>,
+    rounds: usize,
+    time: Duration,
+    pub results: Vec<Result>,
+    pub skipped: Vec<String>,
+}
+
+/// The results of a row.
+pub struct Result {
+    pub name: &'static str,
+    /// In the order of the contestants.
+    pub figures: Vec<Figures>,
+    checks: Vec<Check>,
+}
+
+/// The medians of one contestant, and what they were made from.
+pub struct Figures {
+    pub name: String,
+    pub rate: f64,
+    /// The rate of the first contestant relative to this one.
+    pub ratio: f64,
+    pub cpu_us: f64,
+    pub latency_us: Option<[f64; 3]>,
+    rounds: Vec<Measurement>,
+}
+
+/// A bound, and the figure that it bounds.
+struct Check {
+    what: String,
+    bound: String,
+    figure: f64,
+    holds: bool,
+}
+
+impl Result {
+    /// Calculates medians from the measurements of each contestant, the first of which is compared with the others.
+    pub fn new(row: &Row, measurements: Vec<(String, Vec<Measurement>)>) -> Self {
+        let first = measurements[0].1.clone();
+        let figures: Vec<Figures> = measurements
+            .into_iter()
+            .map(|(name, rounds)| {
+                let of = |value: &dyn Fn(&Measurement) -> f64| median_of(&rounds, value);
+                let latency_us = rounds[0]
+                    .latency_us
+                    .map(|_| [0, 1, 2].map(|index| of(&|round| round.latency_us.unwrap()[index])));
+                let (rate, cpu_us) = (of(&|round| round.rate), of(&|round| round.cpu_us));
+                let ratio = ratio(&first, &rounds, |round| round.rate);
+                Figures { name, rate, ratio, cpu_us, latency_us, rounds }
+            })
+            .collect();
+        let checks = row.must.iter().filter_map(|must| check(*must, &figures)).collect();
+        Self { name: row.name, figures, checks }
+    }
+
+    /// Returns the results as lines for a terminal.
+    pub fn text(&self) -> String {
+        let mut text = self.name.to_owned();
+        for Figures { name, rate, ratio, cpu_us, latency_us, .. } in &self.figures {
+            let latency = latency_us.map_or_else(String::new, |[p50, p99, p999]| {
+                format!("  p50 {p50:.0}, p99 {p99:.0}, p99.9 {p999:.0} µs")
+            });
+            write!(text, "\n  {name:<22}{rate:>9.0}/s {ratio:>6.2}x {cpu_us:>7.2} µs CPU{latency}")
+                .unwrap();
+        }
+        for Check { what, bound, figure, holds } in &self.checks {
+            let outcome = if *holds { "holds" } else { "DOES NOT HOLD" };
+            write!(text, "\n  {outcome}: {what} {figure:.2}, must be {bound}").unwrap();
+        }
+        text
+    }
+
+    fn json(&self) -> Value {
+        let contestant = |figures: &Figures| {
+            let rounds = figures.rounds.iter().map(|round| {
+                let Measurement { rate, cpu_us, latency_us } = round;
+                json!({"rate": rate, "cpu_us": cpu_us, "latency_us": latency_us})
+            });
+            json!({
+                "name": figures.name,
+                "rate": figures.rate,
+                "ratio_of_first": figures.ratio,
+                "cpu_us": figures.cpu_us,
+                "latency_us": figures.latency_us,
+                "rounds": rounds.collect::<Vec<_>>(),
+            })
+        };
+        let check = |check: &Check| {
+            let Check { what, bound, figure, holds } = check;
+            json!({"what": what, "bound": bound, "figure": figure, "holds": holds})
+        };
+        json!({
+            "row": self.name,
+            "contestants": self.figures.iter().map(contestant).collect::<Vec<_>>(),
+            "checks": self.checks.iter().map(check).collect::<Vec<_>>(),
+        })
+    }
+}
+
+impl Report {
+    /// Begins a report with the state of the machine.
+    pub fn new(rounds: usize, time: Duration) -> Self {
+        let machine = vec![
+            ("processor", processor()),
+            ("kernel", read("/proc/sys/kernel/osrelease")),
+            ("load before", read("/proc/loadavg")),
+            ("cleat", first_line("git", &["log", "-1", "--format=%h of %cs"])),
+            ("nbdkit", first_line("nbdkit", &["--version"])),
+            ("qemu-nbd", first_line("qemu-nbd", &["--version"])),
+            ("nbd-server", first_line("nbd-server", &["-V"])),
+            ("fio", first_line("fio", &["--version"])),
+        ];
+        Self { machine, rounds, time, results: Vec::new(), skipped: Vec::new() }
+    }
+
+    /// Writes `report.md`, `report.json` and `report.svg`.
+    pub fn write(mut self, directory: &Path) {
+        self.machine.push(("load after", read("/proc/loadavg")));
+        let write = |name: &str, text: String| std::fs::write(directory.join(name), text).unwrap();
+        write("report.svg", plot::svg(&self.results));
+        write("report.json", format!("{:#}\n", self.json()));
+        write("report.md", self.markdown());
+    }
+
+    fn json(&self) -> Value {
+        let machine = self.machine.iter().map(|(name, text)| ((*name).to_owned(), json!(text)));
+        json!({
+            "machine": machine.collect::<serde_json::Map<_, _>>(),
+            "rounds": self.rounds,
+            "seconds": self.time.as_secs_f64(),
+            "skipped": self.skipped,
+            "rows": self.results.iter().map(Result::json).collect::<Vec<_>>(),
+        })
+    }
+
+    fn markdown(&self) -> String {
+        let mut text = "# cleat beside other NBD servers\n\n".to_owned();
+        for (name, value) in &self.machine {
+            writeln!(text, "- {name}: {value}").unwrap();
+        }
+        for skipped in &self.skipped {
+            writeln!(text, "- {skipped}").unwrap();
+        }
+        write!(
+            text,
+            "\nUnix sockets. Medians of {} rounds of {:.1} s after one round that does not count; the contestants \
+             take turns. A ratio is the median of the ratios within one round. CPU is that of the server.\n\n\
+             ![rates](report.svg)\n\n## Bounds\n\n| row | ratio | bound | measured | |\n|---|---|---|---|---|\n",
+            self.rounds,
+            self.time.as_secs_f64()
+        )
+        .unwrap();
+        for result in &self.results {
+            for Check { what, bound, figure, holds } in &result.checks {
+                let outcome = if *holds { "holds" } else { "**does not hold**" };
+                let name = result.name;
+                writeln!(text, "| {name} | {what} | {bound} | {figure:.2} | {outcome} |").unwrap();
+            }
+        }
+        text += "\n## Figures\n\n| row | server | per second | first relative to it | CPU µs per operation \
+                 | p50, p99, p99.9 µs |\n|---|---|---|---|---|---|\n";
+        for result in &self.results {
+            for (index, figures) in result.figures.iter().enumerate() {
+                let row = if index == 0 { result.name } else { "" };
+                let Figures { name, rate, ratio, cpu_us, latency_us, .. } = figures;
+                let latency = latency_us.map_or_else(String::new, |[p50, p99, p999]| {
+                    format!("{p50:.0}, {p99:.0}, {p999:.0}")
+                });
+                writeln!(
+                    text,
+                    "| {row} | {name} | {rate:.0} | {ratio:.2} | {cpu_us:.2} | {latency} |"
+                )
+                .unwrap();
+            }
+        }
+        text
+    }
+}
+
+/// Compares the first contestant with a bound. Returns `None` if the contestant that it names is missing.
+fn check(must: Must, figures: &[Figures]) -> Option<Check> {
+    let first = &figures[0].rounds;
+    let named = |name: &str| figures.iter().find(|figures| figures.name == name);
+    let at_least = |what, figure, bound: f64| Check {
+        what,
+        bound: format!("at least {bound}"),
+        figure,
+        holds: figure >= bound,
+    };
+    match must {
+        Must::Rate(name, bound) => {
+            let figures = named(name)?;
+            Some(at_least(format!("rate relative to {name}"), figures.ratio, bound))
+        }
+        Must::FastestPeer(bound) => {
+            let peers = figures.iter().filter(|figures| is_peer(&figures.name));
+            let slowest_lead = peers.min_by(|one, other| one.ratio.total_cmp(&other.ratio))?;
+            let what = format!("rate relative to the fastest peer, {}", slowest_lead.name);
+            Some(at_least(what, slowest_lead.ratio, bound))
+        }
+        Must::Cpu(name, bound) => {
+            let figure = ratio(first, &named(name)?.rounds, |round| round.cpu_us);
+            let what = format!("CPU per operation relative to {name}");
+            let holds = figure <= bound;
+            Some(Check { what, bound: format!("at most {bound}"), figure, holds })
+        }
+    }
+}
+
+fn median_of(rounds: &[Measurement], value: impl Fn(&Measurement) -> f64) -> f64 {
+    median(&mut rounds.iter().map(value).collect::<Vec<_>>())
+}
+
+/// Returns the median of the ratios within one round.
+fn ratio(
+    first: &[Measurement],
+    rounds: &[Measurement],
+    value: impl Fn(&Measurement) -> f64,
+) -> f64 {
+    let ratios = first.iter().zip(rounds).map(|(first, other)| value(first) / value(other));
+    median(&mut ratios.collect::<Vec<_>>())
+}
+
+fn processor() -> String {
+    let text = read("/proc/cpuinfo");
+    let model = text.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+    let count = text.lines().filter(|line| line.starts_with("processor")).count();
+    format!("{count} × {}", model.map_or("?", |(_, model)| model))
+}
+
+fn read(path: &str) -> String {
+    std::fs::read_to_string(path).unwrap_or_default().trim().to_owned()
+}
+
+/// Returns the first line that a program prints.
+fn first_line(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program).args(arguments).output();
+    let output = output.map(|output| [output.stdout, output.stderr].concat()).unwrap_or_default();
+    String::from_utf8_lossy(&output).lines().next().unwrap_or("missing").to_owned()
+}

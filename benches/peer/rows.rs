@@ -1,0 +1,155 @@
+//! What is measured, and what has to hold.
+
+use crate::common::client::Load;
+
+/// Contestants that are started together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Group {
+    /// A volume in memory.
+    Memory,
+    /// A file in the page cache.
+    File,
+    /// A file in the page cache, four connections.
+    FourConnections,
+    /// Four volumes in memory, all busy.
+    FourVolumes,
+    /// A volume in memory, with and without a large write before each measurement.
+    AfterLargeWrite,
+    /// A file without the page cache.
+    Direct,
+}
+
+/// One load.
+pub struct Row {
+    pub group: Group,
+    pub name: &'static str,
+    pub load: Load,
+    /// The requests in flight of each connection.
+    pub depth: usize,
+    pub must: &'static [Must],
+}
+
+/// A bound on the median of a ratio.
+#[derive(Debug, Clone, Copy)]
+pub enum Must {
+    /// The first contestant's rate relative to that of this one is at least this.
+    Rate(&'static str, f64),
+    /// The first contestant's rate relative to that of the fastest other server is at least this. Limits and
+    /// other builds of cleat do not count.
+    FastestPeer(f64),
+    /// The first contestant's CPU time per operation relative to that of this one is at most this.
+    Cpu(&'static str, f64),
+}
+
+use Must::{Cpu, FastestPeer, Rate};
+
+pub const CLEAT: &str = "cleat";
+pub const OTHER: &str = "cleat, other build";
+pub const NO_POLLING: &str = "cleat, no polling";
+pub const LARGE_WRITE: &str = "cleat, no large write";
+pub const BARE: &str = "bare server in C";
+pub const NBDKIT: &str = "nbdkit";
+pub const QEMU_NBD: &str = "qemu-nbd";
+pub const NBD_SERVER: &str = "nbd-server";
+pub const FIO: &str = "fio, no server";
+
+/// Returns whether a contestant is another NBD server that people use.
+pub fn is_peer(name: &str) -> bool {
+    [NBDKIT, QEMU_NBD, NBD_SERVER].contains(&name)
+}
+
+const fn row(
+    group: Group,
+    name: &'static str,
+    writes_percent: u64,
+    block: usize,
+    depth: usize,
+    must: &'static [Must],
+) -> Row {
+    let load = Load { writes_percent, sequential: false, block };
+    Row { group, name, load, depth, must }
+}
+
+const K: usize = 1 << 10;
+
+use Group::{AfterLargeWrite, Direct, File, FourConnections, FourVolumes, Memory};
+
+pub const ROWS: [Row; 28] = [
+    row(Memory, "mem: 4K random read, depth 1", 0, 4 * K, 1, &[FastestPeer(1.15)]),
+    row(Memory, "mem: 4K random read, depth 2", 0, 4 * K, 2, &[FastestPeer(1.15)]),
+    row(Memory, "mem: 4K random read, depth 8", 0, 4 * K, 8, &[Rate(BARE, 0.8)]),
+    row(
+        Memory,
+        "mem: 4K random read, depth 32",
+        0,
+        4 * K,
+        32,
+        &[Rate(NBDKIT, 2.7), Rate(BARE, 0.8), Cpu(NBDKIT, 0.5)],
+    ),
+    row(
+        Memory,
+        "mem: 4K random read, depth 128",
+        0,
+        4 * K,
+        128,
+        &[Rate(NBDKIT, 4.0), Rate(BARE, 0.8)],
+    ),
+    row(Memory, "mem: 4K random write, depth 1", 100, 4 * K, 1, &[FastestPeer(1.15)]),
+    row(Memory, "mem: 4K random write, depth 2", 100, 4 * K, 2, &[FastestPeer(1.15)]),
+    row(Memory, "mem: 4K random write, depth 32", 100, 4 * K, 32, &[]),
+    row(Memory, "mem: 4K random, 30 % writes, depth 32", 30, 4 * K, 32, &[]),
+    row(File, "file: 4K random read, depth 1", 0, 4 * K, 1, &[FastestPeer(1.15)]),
+    row(File, "file: 4K random read, depth 2", 0, 4 * K, 2, &[FastestPeer(1.15)]),
+    row(File, "file: 4K random read, depth 8", 0, 4 * K, 8, &[]),
+    row(
+        File,
+        "file: 4K random read, depth 32",
+        0,
+        4 * K,
+        32,
+        &[Rate(NBDKIT, 2.5), Cpu(NBDKIT, 0.5)],
+    ),
+    row(File, "file: 4K random read, depth 128", 0, 4 * K, 128, &[Rate(NBDKIT, 4.0)]),
+    row(File, "file: 4K random write, depth 1", 100, 4 * K, 1, &[FastestPeer(1.15)]),
+    row(File, "file: 4K random write, depth 2", 100, 4 * K, 2, &[FastestPeer(1.15)]),
+    row(
+        File,
+        "file: 4K random write, depth 32",
+        100,
+        4 * K,
+        32,
+        &[Rate(NBDKIT, 2.0), Cpu(NBDKIT, 0.5)],
+    ),
+    row(File, "file: 4K random, 30 % writes, depth 32", 30, 4 * K, 32, &[]),
+    row(File, "file: 256K random read, depth 8", 0, 256 * K, 8, &[Rate(NBDKIT, 2.2)]),
+    row(File, "file: 256K random write, depth 8", 100, 256 * K, 8, &[Rate(NBDKIT, 1.6)]),
+    row(FourConnections, "4 connections: 4K random read, depth 8", 0, 4 * K, 8, &[]),
+    row(FourConnections, "4 connections: 4K random read, depth 32", 0, 4 * K, 32, &[]),
+    row(FourVolumes, "4 volumes: 4K random read, depth 1", 0, 4 * K, 1, &[Rate(NO_POLLING, 0.95)]),
+    row(
+        FourVolumes,
+        "4 volumes: 4K random read, depth 32",
+        0,
+        4 * K,
+        32,
+        &[Rate(NO_POLLING, 0.95)],
+    ),
+    row(
+        AfterLargeWrite,
+        "after a large write: 4K random read, depth 1",
+        0,
+        4 * K,
+        1,
+        &[Rate(LARGE_WRITE, 0.95)],
+    ),
+    row(
+        AfterLargeWrite,
+        "after a large write: 4K random read, depth 32",
+        0,
+        4 * K,
+        32,
+        &[Rate(LARGE_WRITE, 0.95)],
+    ),
+    row(Direct, "O_DIRECT: 4K random read, depth 1", 0, 4 * K, 1, &[]),
+    row(Direct, "O_DIRECT: 4K random read, depth 32", 0, 4 * K, 32, &[Rate(FIO, 0.9)]),
+];
