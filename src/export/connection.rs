@@ -164,8 +164,7 @@ impl Connection {
     fn enter(&mut self) -> io::Result<()> {
         let usable = !self.socket_is_paused();
         let sending = usable && self.requests.flush(&mut self.link);
-        let receiving = usable && self.receiving.is_starved() && self.ending.is_none();
-        if receiving {
+        if usable && self.receiving.is_starved() && self.ending.is_none() {
             self.receiving.receive(&mut self.link);
         } else if self.is_pausing() {
             self.receiving.cancel(&mut self.link);
@@ -177,38 +176,46 @@ impl Connection {
         if self.first_half.needs_turn() {
             return self.link.ring().submit();
         }
-        if sending && receiving {
-            // Most sends end within the enter, and so does a receive if bytes have arrived. The end of the
-            // send alone needs no turn of the loop. Waiting for a second completion with a timeout costs more
-            // than a second enter, because the timeout is a timer that must be set.
+        let awaited = match self.requests.in_flight() {
+            0 => Awaited::Client,
+            _ => Awaited::Backend,
+        };
+        let polls = self.policy.polls() && self.polling.is_due(awaited);
+        if sending || polls {
+            // Most sends end within the enter, and so do reads of cached data, and a receive if bytes have arrived.
+            // The end of the send alone needs no turn of the loop. Waiting for a second completion with a timeout
+            // costs more than a second enter, because the timeout is a timer that must be set.
             self.link.ring().submit()?;
-            if self.reap() || self.requests.sending().has_rest() || self.ending.is_some() {
+            if self.reap() || sending && self.has_work_after_send() {
                 return Ok(());
             }
         }
         self.first_half.sleep();
-        self.poll()?;
+        if polls {
+            self.poll(awaited);
+        }
         let limit = self
             .due_ns()
             .map(|due_ns| Duration::from_nanos(due_ns.saturating_sub(self.policy.now_ns())));
         self.link.submit_and_wait(limit)
     }
 
+    /// Whether the end of a send lets the loop do more than wait. A loop that collects no requests may have waited
+    /// for the buffers of the replies.
+    fn has_work_after_send(&mut self) -> bool {
+        let sending = self.requests.sending();
+        sending.has_rest()
+            || sending.queued() > 0
+            || self.ending.is_some()
+            || !self.receiving.is_receiving()
+    }
+
     /// Looks for completions for a short time, so that the thread need not sleep; see `polling`.
-    fn poll(&mut self) -> io::Result<()> {
-        if !self.policy.polls() {
-            return Ok(());
-        }
+    fn poll(&mut self, awaited: Awaited) {
         let ring = self.link.ring();
-        ring.submit()?;
-        let awaited = match self.requests.in_flight() {
-            0 => Awaited::Client,
-            _ => Awaited::Backend,
-        };
         // Not the policy's clock: that of a test may stand still.
         let now_ns = || SystemClock.monotonic_ns();
         self.polling.poll(awaited, || ring.has_completions(), now_ns, std::thread::yield_now);
-        Ok(())
     }
 
     /// Takes the completions. Returns whether there was another one than the end of a send.

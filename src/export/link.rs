@@ -98,11 +98,15 @@ impl Link {
         }
     }
 
-    /// Submits the queued operations, and waits for a completion; with `limit`, not for longer.
+    /// Submits the queued operations, and waits for a completion; with `limit`, not for longer. Makes no system call
+    /// if a completion can be taken and nothing is queued.
     ///
     /// # Errors
     /// Returns the error of io_uring_enter(2).
     pub(super) fn submit_and_wait(&mut self, limit: Option<Duration>) -> io::Result<()> {
+        if self.ring.has_next() {
+            return self.ring.submit();
+        }
         match limit {
             Some(limit) => self.ring.submit_and_wait_for(limit),
             None => self.ring.submit_and_wait(),

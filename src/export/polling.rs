@@ -41,37 +41,51 @@ struct Record {
 }
 
 impl Polling {
-    /// Looks for completions with `is_ready` until there is one or the poll has to end. Returns whether there is
-    /// one. `now_ns` is a monotonic clock; `pause` yields the processor.
+    /// Returns whether to poll before this wait. Called once for each wait.
+    pub(super) fn is_due(&mut self, awaited: Awaited) -> bool {
+        let record = self.record(awaited);
+        let is_due = record.skip == 0;
+        record.skip = record.skip.saturating_sub(1);
+        is_due
+    }
+
+    /// Looks for completions with `is_ready` until there is one or the poll has to end. `now_ns` is a monotonic
+    /// clock; `pause` yields the processor.
     pub(super) fn poll(
         &mut self,
         awaited: Awaited,
         mut is_ready: impl FnMut() -> bool,
         now_ns: impl Fn() -> u64,
         pause: impl Fn(),
-    ) -> bool {
-        let record = match awaited {
-            Awaited::Client => &mut self.client,
-            Awaited::Backend => &mut self.backend,
-        };
-        if record.skip > 0 {
-            record.skip -= 1;
-            return false;
+    ) {
+        // What is ready at once would not have let the thread sleep, so it says nothing about polls.
+        if is_ready() {
+            return;
         }
+        let record = self.record(awaited);
         let began_ns = now_ns();
         let mut before_ns = began_ns;
-        while !is_ready() {
+        loop {
             pause();
+            if is_ready() {
+                record.penalty = 0;
+                return;
+            }
             let after_ns = now_ns();
             if after_ns - began_ns >= POLL_NS || after_ns - before_ns > YIELD_NS {
                 record.penalty = (record.penalty * 2).clamp(1, MAX_SKIPPED);
                 record.skip = record.penalty;
-                return is_ready();
+                return;
             }
             before_ns = after_ns;
         }
-        record.penalty = 0;
-        true
+    }
+
+    fn record(&mut self, awaited: Awaited) -> &mut Record {
+        match awaited {
+            Awaited::Client => &mut self.client,
+            Awaited::Backend => &mut self.backend,
+        }
     }
 }
 
@@ -81,40 +95,58 @@ mod tests {
 
     use super::*;
 
-    /// Polls with looks that take `step_ns`, where a completion arrives at `ready_ns`. Returns the result, and
-    /// how long the poll has lasted.
-    fn poll(polling: &mut Polling, step_ns: u64, ready_ns: u64) -> (bool, u64) {
+    /// Waits once, with looks that take `step_ns`, where a completion arrives at `ready_ns`. Returns how long the
+    /// poll has lasted; `None` without a poll.
+    fn wait(polling: &mut Polling, step_ns: u64, ready_ns: u64) -> Option<u64> {
+        if !polling.is_due(Awaited::Client) {
+            return None;
+        }
         let now_ns = Cell::new(0);
         let is_ready = || now_ns.get() >= ready_ns;
         let pause = || now_ns.set(now_ns.get() + step_ns);
-        let found = polling.poll(Awaited::Client, is_ready, || now_ns.get(), pause);
-        (found, now_ns.get())
+        polling.poll(Awaited::Client, is_ready, || now_ns.get(), pause);
+        Some(now_ns.get())
     }
 
     #[test]
     fn a_poll_ends_with_a_completion_or_after_its_limit() {
         let mut polling = Polling::default();
-        assert_eq!(poll(&mut polling, 1_000, 0), (true, 0));
-        assert_eq!(poll(&mut polling, 1_000, 20_000), (true, 20_000));
-        assert_eq!(poll(&mut polling, 1_000, u64::MAX), (false, POLL_NS));
+        assert_eq!(wait(&mut polling, 1_000, 0), Some(0));
+        assert_eq!(wait(&mut polling, 1_000, 20_000), Some(20_000));
+        assert_eq!(wait(&mut polling, 1_000, u64::MAX), Some(POLL_NS));
     }
 
     #[test]
     fn a_poll_ends_when_another_thread_has_used_the_processor() {
-        assert_eq!(poll(&mut Polling::default(), 100_000, u64::MAX), (false, 100_000));
+        let mut polling = Polling::default();
+        assert_eq!(wait(&mut polling, 100_000, u64::MAX), Some(100_000));
+        assert_eq!(wait(&mut polling, 100_000, u64::MAX), None, "the processor is wanted");
     }
 
     #[test]
     fn polls_that_find_nothing_become_rarer_and_a_find_makes_them_frequent_again() {
         let mut polling = Polling::default();
         let polls = |polling: &mut Polling, waits| {
-            (0..waits).filter(|_| poll(polling, 1_000, u64::MAX).1 > 0).count()
+            (0..waits).filter(|_| wait(polling, 1_000, u64::MAX).is_some()).count()
         };
         let many = polls(&mut polling, 10_000);
         assert!((70..100).contains(&many), "{many}");
-        while !poll(&mut polling, 1_000, 5_000).0 {}
-        assert_eq!(poll(&mut polling, 1_000, 5_000), (true, 5_000));
+        while wait(&mut polling, 1_000, 5_000).is_none() {}
+        assert_eq!(wait(&mut polling, 1_000, 5_000), Some(5_000));
         assert_eq!(polls(&mut polling, 2), 1, "the penalty begins anew");
+    }
+
+    #[test]
+    fn a_completion_that_is_ready_at_once_is_no_find() {
+        let mut polling = Polling::default();
+        // Waits until the polls are as rare as they get.
+        (0..10_000).for_each(|_| drop(wait(&mut polling, 1_000, u64::MAX)));
+        while wait(&mut polling, 1_000, 0).is_none() {}
+        let skipped = |polling: &mut Polling| {
+            while wait(polling, 1_000, u64::MAX).is_none() {}
+            (0..).take_while(|_| wait(polling, 1_000, u64::MAX).is_none()).count()
+        };
+        assert_eq!(skipped(&mut polling), MAX_SKIPPED as usize);
     }
 
     #[test]
@@ -123,8 +155,10 @@ mod tests {
         let now_ns = Cell::new(0);
         let tick = || now_ns.set(now_ns.get() + 1_000);
         for _ in 0..10 {
-            assert!(!polling.poll(Awaited::Backend, || false, || now_ns.get(), tick));
-            assert_eq!(poll(&mut polling, 1_000, 5_000), (true, 5_000));
+            if polling.is_due(Awaited::Backend) {
+                polling.poll(Awaited::Backend, || false, || now_ns.get(), tick);
+            }
+            assert_eq!(wait(&mut polling, 1_000, 5_000), Some(5_000));
         }
     }
 }

@@ -150,12 +150,20 @@ impl Ring {
     }
 
     /// Submits the new operations without waiting. Operations that need not wait complete during the
-    /// call.
+    /// call. Makes no system call if there is no new operation.
     ///
     /// # Errors
     /// Returns the errors of [`Ring::submit_and_wait`].
     pub fn submit(&mut self) -> io::Result<()> {
+        if !self.has_unsubmitted() {
+            return Ok(());
+        }
         entered(self.uring.submit())
+    }
+
+    /// Returns whether operations were started that have not been submitted.
+    pub fn has_unsubmitted(&mut self) -> bool {
+        !self.uring.submission().is_empty()
     }
 
     /// Submits the new operations, and waits until at least one operation has completed. After a signal
@@ -180,7 +188,12 @@ impl Ring {
     /// Returns whether a completion can be taken, or will be after [`Ring::submit_and_wait`] without a wait. Reads
     /// memory that the kernel shares; makes no system call.
     pub fn has_completions(&mut self) -> bool {
-        !self.uring.completion().is_empty() || self.uring.submission().taskrun()
+        self.has_next() || self.uring.submission().taskrun()
+    }
+
+    /// Returns whether [`Ring::next`] would return a completion.
+    pub fn has_next(&mut self) -> bool {
+        !self.uring.completion().is_empty()
     }
 
     /// Takes one completion, if there is one. Does not wait.
