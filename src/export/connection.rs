@@ -336,15 +336,21 @@ impl Connection {
         }
     }
 
-    /// Sends the queued replies if the first half of the batch has been executed; see `first_half`.
+    /// Submits the first half of the batch and sends its replies, once it has been parsed; see `first_half`.
     fn send_first_half(&mut self) {
         let unread = self.receiving.unread().len();
-        let replies = self.requests.sending().queued();
-        let sends = self.first_half.is_over(unread, replies)
-            && !self.socket_is_paused()
-            && self.requests.flush(&mut self.link);
-        // If the ring refuses, the next turn of the loop submits the send, and reports the error.
-        if sends && self.link.ring().submit().is_ok() && self.reap() {
+        let at_backend = self.requests.in_flight();
+        let requests = self.requests.sending().queued() + at_backend;
+        if !self.first_half.is_over(unread, requests) || self.socket_is_paused() {
+            return;
+        }
+        // Reads of cached data end within the submit. If the ring refuses, the next turn of the loop submits, and
+        // reports the error.
+        let mut took = at_backend > 0 && self.link.ring().submit().is_ok() && self.reap();
+        if self.requests.flush(&mut self.link) && self.link.ring().submit().is_ok() {
+            took |= self.reap();
+        }
+        if took {
             self.first_half.completions_taken();
         }
     }

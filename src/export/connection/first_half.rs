@@ -15,8 +15,8 @@ pub(super) struct FirstHalf {
     took_completions: bool,
 }
 
-/// The number of replies from which on a send of their own costs less than it gains.
-const MIN_REPLIES: usize = 4;
+/// The number of requests from which on a send of their own costs less than it gains.
+const MIN_REQUESTS: usize = 4;
 
 impl FirstHalf {
     /// Records that the thread is about to sleep until bytes or completions arrive.
@@ -40,11 +40,11 @@ impl FirstHalf {
         std::mem::take(&mut self.took_completions)
     }
 
-    /// Returns `true` once in a batch: when the rest of it has `unread` bytes, and the `replies` that are queued
-    /// are to be sent now.
-    pub(super) fn is_over(&mut self, unread: usize, replies: usize) -> bool {
+    /// Returns `true` once in a batch: when the rest of it has `unread` bytes, and the `requests` that were started
+    /// before it are to be submitted and answered now.
+    pub(super) fn is_over(&mut self, unread: usize, requests: usize) -> bool {
         let is_over =
-            |ends_at: &mut usize| replies >= MIN_REPLIES && (1..=*ends_at).contains(&unread);
+            |ends_at: &mut usize| requests >= MIN_REQUESTS && (1..=*ends_at).contains(&unread);
         self.ends_at.take_if(is_over).is_some()
     }
 }
@@ -61,8 +61,8 @@ mod tests {
         half.sleep();
         half.begin(800);
         assert!(!half.is_over(401, 10), "more than a half is left");
-        assert!(!half.is_over(400, MIN_REPLIES - 1), "too few replies");
-        assert!(half.is_over(400, MIN_REPLIES));
+        assert!(!half.is_over(400, MIN_REQUESTS - 1), "too few requests");
+        assert!(half.is_over(400, MIN_REQUESTS));
         assert!(!half.is_over(300, 10), "a batch has one first half");
         half.begin(800);
         assert!(!half.is_over(400, 10), "the thread has not slept again");
