@@ -60,6 +60,7 @@ use cleat_core::request::{IoError, Request};
 use cleat_core::volume::{BlockSizes, Features};
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion, Ring};
+use cleat_sys::shared::SharedPart;
 
 /// The number of a request on its connection: an index below the connection's limit of requests in flight.
 pub type RequestId = u32;
@@ -285,6 +286,13 @@ pub trait ImageQueue {
         buffer: Option<Buffer>,
         ring: &mut Ring,
     ) -> Started;
+
+    /// Returns the memory with the data of a read, if the volume is in memory. The caller then replies from there, and
+    /// does not start the read. The client may get data that a write in flight has stored meanwhile.
+    fn lend(&mut self, request: &Request) -> Option<SharedPart> {
+        let _ = request;
+        None
+    }
 
     /// Takes the completion of an operation that this queue submitted to the ring. Returns the request that
     /// has ended by it; `None` if the request has further steps (for example after a short read).

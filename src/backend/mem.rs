@@ -19,7 +19,7 @@ use cleat_core::request::{IoError, Op, Request};
 use cleat_core::volume::{BlockSizes, Extent, Features};
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion, Ring};
-use cleat_sys::shared::SharedMemory;
+use cleat_sys::shared::{SharedMemory, SharedPart};
 use cleat_sys::volume_id::FileId;
 pub use spec::BACKEND;
 
@@ -49,7 +49,7 @@ struct Memory {
 
 struct Segment {
     start: u64,
-    memory: SharedMemory,
+    memory: Arc<SharedMemory>,
 }
 
 impl MemImage {
@@ -228,7 +228,7 @@ impl Memory {
         };
         let start = self.size.load(Ordering::Acquire);
         let size = start + memory.len() as u64;
-        if segment.set(Segment { start, memory }).is_err() {
+        if segment.set(Segment { start, memory: Arc::new(memory) }).is_err() {
             return Err(Error::new(
                 ErrorKind::Internal,
                 "internal: a memory segment was added twice",
@@ -237,6 +237,16 @@ impl Memory {
         *count += 1;
         self.size.store(size, Ordering::Release);
         Ok(())
+    }
+
+    /// Returns a range that lies in one segment.
+    fn part(&self, offset: u64, length: u64) -> Option<SharedPart> {
+        let segments = self.segments.iter().map_while(OnceLock::get);
+        let mut segments =
+            segments.skip_while(|segment| offset >= segment.start + segment.memory.len() as u64);
+        let Segment { start, memory } = segments.next()?;
+        let at = offset - start;
+        (at + length <= memory.len() as u64).then(|| SharedPart::new(memory, at, length))
     }
 
     /// Splits the range at the bounds of segments and calls `act` with each piece: its segment, the offset
@@ -317,6 +327,10 @@ impl ImageQueue for MemQueue {
     ) -> Started {
         let result = self.run(&request, buffer.as_mut());
         Started::Done(Outcome { result, buffer })
+    }
+
+    fn lend(&mut self, request: &Request) -> Option<SharedPart> {
+        self.memory.part(request.offset, request.length)
     }
 
     fn on_ring(&mut self, _: Completion, _: &mut Ring) -> Option<(RequestId, Outcome)> {

@@ -409,6 +409,9 @@ impl Connection {
         if std::mem::take(&mut self.was_held) && self.link.peer_has_left() {
             return self.end_reading(End::Closed);
         }
+        if self.requests.answer_from_memory(cookie, &request) {
+            return;
+        }
         match self.requests.take_buffer(&request) {
             Some(buffer) if request.op == Op::Write => {
                 self.receiving.begin_write(cookie, request, buffer);

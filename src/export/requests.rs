@@ -130,6 +130,17 @@ impl Requests {
         has_payload(request).then(|| self.pool.take(payload_len(request))).flatten()
     }
 
+    /// Answers a read at once if its data is in memory. Returns whether it has.
+    pub(super) fn answer_from_memory(&mut self, cookie: u64, request: &Request) -> bool {
+        if request.op != Op::Read {
+            return false;
+        }
+        let Some(part) = self.backend.queue.lend(request) else { return false };
+        self.sending.reply_from_memory(cookie, request, part);
+        self.statistics.ended(request.op, request.length, self.now_ns, Ok(()));
+        true
+    }
+
     /// Starts a request that has arrived, with its buffer.
     pub(super) fn start(
         &mut self,

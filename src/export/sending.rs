@@ -9,6 +9,7 @@ use cleat_nbd::structured;
 use cleat_nbd::wire::simple_reply;
 use cleat_sys::buffer::Buffer;
 use cleat_sys::send_list::SendList;
+use cleat_sys::shared::SharedPart;
 
 use super::buffer_pool::BufferPool;
 use super::link::{Link, SEND};
@@ -74,6 +75,21 @@ impl Sending {
         }
     }
 
+    /// Queues the reply to a successful read whose data is in `part`.
+    pub(super) fn reply_from_memory(&mut self, cookie: u64, request: &Request, part: SharedPart) {
+        assert_eq!(part.len() as u64, request.length, "a read is answered in full");
+        if self.broken {
+            return;
+        }
+        if self.structured {
+            let header = structured::read_header(cookie, request.offset, short(part.len()));
+            self.filling.push_shared(&header, part);
+        } else {
+            self.filling.push_shared(&simple_reply(cookie, Ok(())), part);
+        }
+        self.queued += 1;
+    }
+
     fn reply_to_read(
         &mut self,
         cookie: u64,
@@ -83,7 +99,7 @@ impl Sending {
     ) {
         assert_eq!(buffer.len() as u64, request.length, "a read is answered in full");
         if self.structured {
-            let length = u32::try_from(buffer.len()).expect("no payload is above MAX_PAYLOAD");
+            let length = short(buffer.len());
             buffer.set_header(&structured::read_header(cookie, request.offset, length));
         } else {
             buffer.set_header(&simple_reply(cookie, Ok(())));
@@ -192,4 +208,8 @@ impl Sending {
             self.queued += 1;
         }
     }
+}
+
+fn short(length: usize) -> u32 {
+    u32::try_from(length).expect("no payload is above MAX_PAYLOAD")
 }

@@ -9,6 +9,7 @@ use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use nix::fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl};
@@ -169,6 +170,45 @@ impl SharedMemory {
         // SAFETY: offset <= len of the mapping, just checked, so the result is inside it or one
         // past its end.
         unsafe { self.base.as_ptr().add(offset) }
+    }
+}
+
+/// A part of a memory file that is sent from where it is. The memory stays mapped while this value exists, and
+/// another writer may change it.
+#[derive(Debug, Clone)]
+pub struct SharedPart {
+    memory: Arc<SharedMemory>,
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: `start` points into the mapping of `memory`, which is not tied to a thread.
+unsafe impl Send for SharedPart {}
+
+impl SharedPart {
+    /// Returns the part of `len` bytes at `offset`.
+    ///
+    /// # Panics
+    /// Panics if the range is not inside the memory.
+    pub fn new(memory: &Arc<SharedMemory>, offset: u64, len: u64) -> Self {
+        let start = NonNull::new(memory.range(offset, len)).expect("a mapping is not at 0");
+        let len = usize::try_from(len).expect("the range is inside the mapping");
+        Self { memory: Arc::clone(memory), start, len }
+    }
+
+    /// Returns the length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Returns whether the part has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Returns the address of the first byte, and what keeps it mapped.
+    pub(super) fn into_parts(self) -> (*mut u8, Arc<SharedMemory>) {
+        (self.start.as_ptr(), self.memory)
     }
 }
 
