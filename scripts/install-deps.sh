@@ -45,6 +45,7 @@ test  qemu-block-extra        qemu's rbd driver
 test  qemu-utils              qemu-nbd, qemu-io, qemu-img: peers
 test  radosgw                 the test cluster's object store, with the S3 API
 test  shellcheck              checks the shell scripts
+test  strace                  counts the system calls of the data path
 test  systemd                 systemd-analyze verify
 test  udev                    udevadm verify
 test  util-linux              blkid, losetup, fstrim, fsfreeze

@@ -9,6 +9,7 @@
 )]
 
 mod block_status;
+mod costs;
 mod data_path;
 mod fixture;
 mod flaky;
