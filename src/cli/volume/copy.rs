@@ -209,7 +209,7 @@ fn finish(globals: &Globals, uri: &VolumeUri, file: &Path, size_bytes: u64) -> R
 /// Returns the path from the root, which `qemu-img` never takes for the name of a protocol.
 fn absolute(file: &Path) -> Result<PathBuf> {
     std::path::absolute(file)
-        .map_err(|error| Error::from_io(&format!("cannot use the path {}", file.display()), error))
+        .map_err(|error| Error::from_io(format!("cannot use the path {}", file.display()), error))
 }
 
 /// A file that is not complete. Without [`Part::complete`] it is removed.
@@ -226,7 +226,7 @@ impl Part {
         let part = file.with_file_name(part);
         // Only one export at a time writes the file.
         let created = File::create_new(&part)
-            .map_err(|error| Error::from_io(&format!("cannot create {}", part.display()), error));
+            .map_err(|error| Error::from_io(format!("cannot create {}", part.display()), error));
         created.map(|_| Self(part)).map_err(|error| {
             let repair = "check the directory; a file with this name is left by an export that was killed, and can be removed";
             error.with_repair(repair)
@@ -242,7 +242,7 @@ impl Part {
         named
             .and_then(|()| fs::remove_file(&self.0))
             .and_then(|()| File::open(directory)?.sync_all())
-            .map_err(|error| Error::from_io(&format!("cannot write {}", file.display()), error))
+            .map_err(|error| Error::from_io(format!("cannot write {}", file.display()), error))
     }
 }
 

@@ -184,7 +184,7 @@ struct FormatData {
 /// chosen files that only this user can read.
 pub(super) fn inspect(file: &Path, format: &str) -> Result<ImageInfo> {
     if let Err(error) = std::fs::metadata(file) {
-        return Err(Error::from_io(&format!("cannot read {}", file.display()), error));
+        return Err(Error::from_io(format!("cannot read {}", file.display()), error));
     }
     let mut command = Command::new("qemu-img");
     command.args(["info", "--output=json", "-f", format]).arg(file);
