@@ -21,6 +21,8 @@ pub mod map;
 #[cfg(test)]
 mod model;
 pub mod name;
+#[cfg(test)]
+mod outage_tests;
 mod rules;
 #[cfg(test)]
 mod simulation;

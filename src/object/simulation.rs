@@ -2,7 +2,7 @@
 //!
 //! After every step: what an opener reads is a prefix of the writes of the previous writer, not older than
 //! its last acknowledged flush; nothing is acknowledged that a later writer does not have; a writer reads what
-//! it has written. At the end the accounting agrees with a scan of the map, and the volume can be read.
+//! it has written; an outage of the store ends no volume. At the end the accounting agrees with a scan of the map, and the volume can be read.
 //!
 //! A seed that fails prints its number and its last events. `CLEAT_SIM_SEED=n` repeats one seed;
 //! `CLEAT_SIM_SEEDS=from..to` runs other seeds than the default ones.
@@ -262,7 +262,10 @@ impl World {
     /// Ends all nodes, and checks the volume with another one.
     fn check_at_the_end(&mut self) -> Option<String> {
         self.running.clear();
-        self.cloud().faults = 0;
+        {
+            let mut cloud = self.cloud();
+            (cloud.faults, cloud.outages) = (0, None);
+        }
         for _ in 0..self.random.below(20) {
             self.cloud.lock().unwrap().land(&mut self.random);
         }
@@ -343,6 +346,7 @@ fn run(seed: u64, is_traced: bool) -> Result<Done, String> {
     let store = Arc::new(client);
     world.finish(async move { Volume::create(store, &description).await }).unwrap().unwrap();
     world.cloud().faults = faults;
+    world.cloud().outages = (seed % 8 == 5).then_some(Random(!seed));
     let mut violation = None;
     for _ in 0..STEPS {
         world.step();

@@ -374,6 +374,12 @@ impl Volume {
         state.changed();
     }
 
+    /// Why the volume has failed.
+    #[cfg(test)]
+    pub(crate) fn failure(&self) -> Option<Failure> {
+        self.0.lock().check().err()
+    }
+
     /// Compares the live bytes of every log object with the map.
     #[cfg(test)]
     pub(crate) async fn check_accounting(&self) -> Result<(), Failure> {

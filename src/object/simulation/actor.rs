@@ -58,7 +58,9 @@ impl Actor {
                     Box::pin(self.flush(&volume, epoch)),
                     Box::pin(self.flush(&volume, epoch)),
                 ];
-                crate::volume::race(parts).await
+                let failure = crate::volume::race(parts).await;
+                self.judge_open(&volume, &failure);
+                failure
             }
             Err(failure) => failure,
         };
@@ -100,6 +102,16 @@ impl Actor {
         self.note(|| format!("ends: {failure}"));
         if !matches!(failure, Failure::Fenced | Failure::Store { .. } | Failure::Stale { .. }) {
             self.oracle().violate(format!("actor {}: {failure}", self.client.actor));
+        }
+    }
+
+    /// Reports a failure of the work in the background that an outage of the store has caused: it would never end.
+    pub(super) fn judge_open(&self, volume: &Volume, failure: &Failure) {
+        let is_store = |failure: &Failure| matches!(failure, Failure::Store { .. });
+        if is_store(failure) && volume.failure().as_ref().is_some_and(is_store) {
+            let actor = self.client.actor;
+            self.oracle()
+                .violate(format!("actor {actor}: an outage has ended the volume: {failure}"));
         }
     }
 

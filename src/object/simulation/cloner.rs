@@ -59,7 +59,7 @@ async fn work(actor: &Actor, store: Client, name: &str, image: Image) -> Result<
         Box::pin(async { Err(volume.run().await) }),
         Box::pin(write_and_read(actor, &volume, name, image)),
     ];
-    crate::volume::race(parts).await?;
+    crate::volume::race(parts).await.inspect_err(|failure| actor.judge_open(&volume, failure))?;
     drop(volume);
     actor.note(|| format!("ends the clone of {name}"));
     place.unpin().await

@@ -59,6 +59,10 @@ pub(super) struct Cloud {
     pub(super) trace: Option<Vec<String>>,
     /// How many puts were executed.
     pub(super) puts: u64,
+    /// Decides when an outage begins; `None` without outages.
+    pub(super) outages: Option<Random>,
+    /// The operations that an outage still refuses.
+    refusals: u64,
 }
 
 impl Cloud {
@@ -79,9 +83,10 @@ impl Cloud {
         let Some(operation) = self.operations.get(&id) else { return };
         let (request, actor) = (operation.request.clone(), operation.actor);
         let is_bad = random.below(1000) < self.faults && !matches!(request, Request::Wait);
-        let (what, answer) = match is_bad {
-            true => self.fail(&request, random),
-            false => ("", self.apply(&request)),
+        let (what, answer) = match (is_bad, self.refusal(&request)) {
+            (_, Some(error)) => (" is refused", Err(error)),
+            (true, _) => self.fail(&request, random),
+            (false, _) => ("", self.apply(&request)),
         };
         self.note(|| {
             let answer = match &answer {
@@ -95,6 +100,20 @@ impl Cloud {
         if let Some(waker) = operation.waker.take() {
             waker.wake();
         }
+    }
+
+    /// Returns why an outage refuses an operation. Some outages last for longer than a request is repeated, and in some
+    /// the store refuses, as it does with expired credentials.
+    fn refusal(&mut self, request: &Request) -> Option<StoreError> {
+        let random = self.outages.as_mut().filter(|_| !matches!(request, Request::Wait))?;
+        if self.refusals == 0 && random.below(100) == 0 {
+            self.refusals = random.choose(&[1, 10, 60]);
+        }
+        self.refusals = self.refusals.checked_sub(1)?;
+        Some(match random.below(2) {
+            0 => StoreError::Refused("simulated".into()),
+            _ => StoreError::Unclear("simulated outage".into()),
+        })
     }
 
     fn fail(&mut self, request: &Request, random: &mut Random) -> (&'static str, Result<Answer>) {

@@ -1,10 +1,12 @@
 //! Records become changes of the map.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use super::access::Failure;
-use super::shared::{Shared, State};
-use super::table::Missing;
+use super::shared::{Patience, Shared, State};
+use super::table::{Missing, split};
+use super::tasks::{Part, all};
 use crate::codec::{Entry, Extent, Record, Source};
 use crate::map::Place;
 use crate::name::Position;
@@ -17,21 +19,25 @@ impl Shared {
         at: Position,
         header_bytes: u32,
         records: &[Record],
+        patience: Patience,
     ) -> Result<(), Failure> {
         let mut data_at = header_bytes;
         let bytes: u32 = records.iter().map(data_bytes).sum();
         self.lock().usage.add(at, bytes);
         for record in records {
             match record {
-                Record::Write(extent) => self.place(extent, at, data_at, None).await?,
-                Record::Move(extent, from) => self.place(extent, at, data_at, Some(*from)).await?,
+                Record::Write(extent) => self.place(extent, at, (data_at, None), patience).await?,
+                Record::Move(extent, from) => {
+                    self.place(extent, at, (data_at, Some(*from)), patience).await?;
+                }
                 Record::Trim { offset, length } | Record::WriteZeroes { offset, length } => {
-                    self.clear(*offset..(offset + length).min(self.size())).await?;
+                    let end = (offset + length).min(self.size());
+                    self.clear(*offset..end, patience).await?;
                 }
                 Record::Base(_) | Record::Open(_) => {}
                 Record::Snapshot(snapshot) => self.lock().snapshots.add(snapshot.clone()),
                 Record::DeleteSnapshot(id) => self.lock().snapshots.delete(*id, at),
-                Record::RollBack(id) => self.apply_roll_back(*id, at).await?,
+                Record::RollBack(id) => self.apply_roll_back(*id, at, patience).await?,
                 Record::Resize(size) => self.resized(*size)?,
             }
             data_at += data_bytes(record);
@@ -64,8 +70,8 @@ impl Shared {
         &self,
         extent: &Extent,
         at: Position,
-        data_at: u32,
-        from: Option<Source>,
+        (data_at, from): (u32, Option<Source>),
+        patience: Patience,
     ) -> Result<(), Failure> {
         let end = extent.offset + u64::from(extent.length);
         if end > self.size() {
@@ -86,14 +92,14 @@ impl Shared {
             let from = from
                 .map(|from| Place { ancestor: 0, object: from.object, at: from.at + skip })
                 .filter(|_| applies(Rule::Conditional));
-            self.with_map(|state| put(state, number, entry, from)).await?;
+            self.with_map_for(patience, |state| put(state, number, entry, from)).await?;
         }
         Ok(())
     }
 
-    async fn clear(&self, range: Range<u64>) -> Result<(), Failure> {
+    async fn clear(&self, range: Range<u64>, patience: Patience) -> Result<(), Failure> {
         for (number, part) in self.parts(range) {
-            self.with_map(|state| {
+            self.with_map_for(patience, |state| {
                 if state.map.leaf(number)?.is_none() {
                     return Ok(());
                 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::access::{Failure, Put};
-use super::shared::{Shared, State};
+use super::shared::{Patience, Shared, State};
 use super::table::split;
 use super::tasks::{Part, all};
 use super::usage::Chunk;
@@ -42,7 +42,8 @@ impl Shared {
         match step {
             Step::Checkpoint(at) => self.checkpoint(at).await,
             Step::Apply { number, header_bytes, records } => {
-                self.apply_slot(self.position(number), header_bytes, &records).await?;
+                let at = self.position(number);
+                self.apply_slot(at, header_bytes, &records, Patience::Background).await?;
                 let mut state = self.lock();
                 state.tail.applied();
                 let mut is_new = false;
@@ -135,7 +136,9 @@ impl Shared {
     /// Writes the changed map pages below a page of the index, and this page.
     async fn write_index(&self, number: u64, at: Position) -> Result<(), Failure> {
         let mut pages = self
-            .with_map(|state| Ok(state.map.index(number)?.map(<[_]>::to_vec)))
+            .with_map_for(Patience::Background, |state| {
+                Ok(state.map.index(number)?.map(<[_]>::to_vec))
+            })
             .await?
             .unwrap_or_else(|| vec![None; MAX_CHILDREN]);
         pages.resize(MAX_CHILDREN, None);

@@ -137,12 +137,13 @@ impl Shared {
 
     async fn relocate_all(&self, victims: &[Position], memory: &mut Memory) -> Result<(), Failure> {
         for victim in victims {
-            memory.done.insert(*victim);
             match self.relocate(*victim).await {
                 // Reads of its data report the object. It stays for a repair.
                 Ok(()) | Err(Failure::Damaged { .. } | Failure::Lost(_)) => {}
+                // It is a victim again later.
                 Err(failure) => return Err(failure),
             }
+            memory.done.insert(*victim);
         }
         let mut state = self.lock();
         state.tail.flush_wanted = state.tail.open_records() > 0;

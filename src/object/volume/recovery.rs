@@ -2,9 +2,9 @@
 
 use super::Config;
 use super::access::{Access, Ancestor, Failure};
-use super::opening::{Kept, Opened};
-use super::shared::Shared;
-use super::tasks::Part;
+use super::opening::{Kept, Opened, SLOTS_AHEAD};
+use super::shared::{Patience, Shared};
+use super::tasks::{Ahead, Part};
 use super::{table, usage};
 use crate::codec::{Checkpoint, Description, LogObject, Parent, Snapshot, Usage};
 use crate::name::{Name, Position};
@@ -84,6 +84,7 @@ async fn replay_all(
             replay(&shared, Position { epoch: cut.epoch, slot }, &mut opened, end).await?;
         }
     }
+    drop(objects);
     shared.lock().snapshots.follow(opened.history.cuts);
     Ok(shared)
 }
@@ -128,5 +129,5 @@ async fn replay(
     if let Some((_, records)) = end.filter(|(slot, _)| *slot == at) {
         object.records.truncate(records as usize);
     }
-    shared.apply_slot(at, header_bytes, &object.records).await
+    shared.apply_slot(at, header_bytes, &object.records, Patience::Caller).await
 }

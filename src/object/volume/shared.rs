@@ -11,10 +11,20 @@ use super::access::{Access, Failure};
 use super::snapshots::Snapshots;
 use super::table::{self, Missing, inherited_entries, inherited_pages};
 use super::tail::Tail;
+use super::tasks::Part;
 use super::usage;
 use crate::codec::{Description, Index, Leaf, MAX_MAP_PAGES};
 use crate::name::{Name, Position};
 use crate::tail_memory::TailMemory;
+
+/// How long an operation on the store is repeated while the store fails or refuses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Patience {
+    /// A caller waits: it gets the error after some attempts.
+    Caller,
+    /// The work in the background: without a limit, because an error would end the volume.
+    Background,
+}
 
 /// An open volume.
 pub(super) struct Shared {
@@ -259,6 +269,15 @@ impl Shared {
     /// Runs `access` on the state, and loads the pages of the map that it needs.
     pub(super) async fn with_map<R>(
         &self,
+        access: impl FnMut(&mut State) -> Result<R, Missing>,
+    ) -> Result<R, Failure> {
+        self.with_map_for(Patience::Caller, access).await
+    }
+
+    /// As [`Shared::with_map`], with the patience of the caller.
+    pub(super) async fn with_map_for<R>(
+        &self,
+        patience: Patience,
         mut access: impl FnMut(&mut State) -> Result<R, Missing>,
     ) -> Result<R, Failure> {
         loop {
@@ -266,7 +285,29 @@ impl Shared {
                 Ok(result) => return Ok(result),
                 Err(missing) => missing,
             };
-            self.load(missing).await?;
+            self.with_patience(patience, || Box::pin(self.load(missing))).await?;
+        }
+    }
+
+    /// Runs `operation`, in the background again and again until the store no longer fails.
+    ///
+    /// # Errors
+    /// Returns the error of the operation, and the failure of the volume if it has failed meanwhile.
+    pub(super) async fn with_patience<'a, R>(
+        &self,
+        patience: Patience,
+        mut operation: impl FnMut() -> Part<'a, Result<R, Failure>>,
+    ) -> Result<R, Failure> {
+        let mut failures = 0;
+        loop {
+            match operation().await {
+                Err(Failure::Store { .. }) if patience == Patience::Background => {
+                    self.lock().check()?;
+                    failures += 1;
+                    self.access.back_off(failures).await;
+                }
+                other => return other,
+            }
         }
     }
 

@@ -3,7 +3,7 @@
 use super::Config;
 use super::access::Failure;
 use super::recovery::recover_snapshot;
-use super::shared::{Shared, State};
+use super::shared::{Patience, Shared, State};
 use super::snapshots::Snapshots;
 use super::tasks::Part;
 use crate::codec::{MAX_NAME_BYTES, MAX_SNAPSHOTS, Record, Snapshot};
@@ -115,6 +115,7 @@ impl Shared {
         &self,
         id: SnapshotId,
         at: Position,
+        patience: Patience,
     ) -> Result<(), Failure> {
         let snapshot = {
             let mut state = self.lock();
@@ -122,7 +123,9 @@ impl Shared {
             state.snapshots.find_any(id).cloned()
         };
         let snapshot = snapshot.ok_or(Failure::Unsupported("a roll-back to no snapshot"))?;
-        let content = self.content_of(&snapshot, self.config.clone()).await?;
+        let content = self
+            .with_patience(patience, || self.content_of(&snapshot, self.config.clone()))
+            .await?;
         self.become_content_of(content, at);
         Ok(())
     }

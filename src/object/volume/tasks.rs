@@ -20,6 +20,54 @@ pub(crate) async fn race<T>(mut parts: Vec<Part<'_, T>>) -> T {
     .await
 }
 
+/// Parts that run ahead of the use of their results, which are taken in the order of the parts.
+pub(crate) struct Ahead<'a, T>(VecDeque<Step<'a, T>>);
+
+enum Step<'a, T> {
+    Running(Part<'a, T>),
+    Ended(T),
+}
+
+impl<T> Default for Ahead<'_, T> {
+    fn default() -> Self {
+        Self(VecDeque::new())
+    }
+}
+
+impl<'a, T: Send> Ahead<'a, T> {
+    /// The parts whose results were not taken.
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Adds a part. It starts with the next call of [`Ahead::next`].
+    pub(crate) fn push(&mut self, part: Part<'a, T>) {
+        self.0.push_back(Step::Running(part));
+    }
+
+    /// Runs all parts until the first one has ended, and returns its result; `None` if there is no part.
+    pub(crate) async fn next(&mut self) -> Option<T> {
+        poll_fn(|context| {
+            for step in &mut self.0 {
+                if let Step::Running(part) = step
+                    && let Poll::Ready(result) = part.as_mut().poll(context)
+                {
+                    *step = Step::Ended(result);
+                }
+            }
+            match self.0.pop_front() {
+                Some(Step::Ended(result)) => Poll::Ready(Some(result)),
+                Some(running) => {
+                    self.0.push_front(running);
+                    Poll::Pending
+                }
+                None => Poll::Ready(None),
+            }
+        })
+        .await
+    }
+}
+
 /// Runs the parts, at most `limit` of them at the same time, until all have succeeded.
 ///
 /// # Errors

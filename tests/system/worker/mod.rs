@@ -7,6 +7,7 @@ mod fight;
 mod lagging;
 mod limits;
 mod objects;
+mod outages;
 mod quiesce;
 mod rbd;
 #[cfg(feature = "fault")]

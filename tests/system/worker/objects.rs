@@ -2,7 +2,7 @@
 //! client has threads.
 
 use std::os::fd::AsFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 #[cfg(feature = "fault")]
@@ -17,8 +17,8 @@ use test_kit::ceph::{BUCKET, shared};
 use test_kit::nbd::kernel as nbd;
 use test_kit::worker::{Worker, failure, start_message};
 
-const SIZE: u64 = 8 << 20;
-const BLOCK: u32 = 4096;
+pub(super) const SIZE: u64 = 8 << 20;
+pub(super) const BLOCK: u32 = 4096;
 
 /// A new volume. The directory is removed with it.
 pub(super) struct ObjectVolume {
@@ -34,9 +34,14 @@ impl ObjectVolume {
     }
 
     fn in_bucket() -> Self {
+        Self::in_bucket_at(&shared().s3().0)
+    }
+
+    /// The same through another address.
+    pub(super) fn in_bucket_at(endpoint: &str) -> Self {
         let directory = tempfile::Builder::new().prefix("system-").tempdir().unwrap();
         let prefix = directory.path().file_name().unwrap().to_str().unwrap();
-        let (endpoint, credentials) = shared().s3();
+        let credentials = shared().s3().1;
         let credentials = credentials.display();
         let options = format!("endpoint=http://{endpoint}&credentials_file={credentials}");
         let store = format!("s3://{BUCKET}/{prefix}?{options}");
@@ -55,7 +60,12 @@ impl ObjectVolume {
         newest(&log.join(format!("{:016x}", newest(&log))))
     }
 
-    fn start(&self) -> Start {
+    /// Returns the directory of the objects, of a volume in a directory.
+    pub(super) fn objects(&self) -> PathBuf {
+        self.directory.path().join("v/objects")
+    }
+
+    pub(super) fn start(&self) -> Start {
         start_message(&self.uri)
     }
 }
@@ -142,7 +152,7 @@ fn a_volume_in_a_bucket_is_served_by_a_confined_process() {
 }
 
 /// What the n-th write of a round has in its block.
-fn stamp(round: u64, number: u64) -> Vec<u8> {
+pub(super) fn stamp(round: u64, number: u64) -> Vec<u8> {
     [round.to_le_bytes(), number.to_le_bytes()].concat().repeat(BLOCK as usize / 16)
 }
 
