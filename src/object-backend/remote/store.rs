@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
 
 use futures::stream::{StreamExt, TryStreamExt};
 use object_store::path::Path;
@@ -22,8 +23,18 @@ use crate::executor::block_until;
 use crate::naming::is_name;
 use crate::timeouts::{CALL_TIMEOUT, after};
 
-/// The calls that a client has in flight.
-const CALLS: usize = 16;
+/// The reads that a client has in flight.
+const READS: usize = 16;
+
+/// The other calls that a client has in flight: the pages of a checkpoint, the log objects, and some more. They never
+/// take the place of a read, or the pages that of a log object.
+const CHANGES: usize = 24;
+
+/// The timeout of a read, without its transfer.
+const READ_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The slowest transfer of a read that is waited for, in bytes per second.
+const SLOWEST: u64 = 1 << 20;
 
 /// The threads of a client. They send, receive, and encrypt.
 const THREADS: usize = 2;
@@ -54,14 +65,15 @@ struct RemoteStore {
 struct Caller {
     bucket: Arc<Bucket>,
     client: RwLock<Arc<dyn ObjectStore>>,
-    slots: Arc<Semaphore>,
+    reads: Arc<Semaphore>,
+    changes: Arc<Semaphore>,
     back_off: BackOff,
     /// `None` while it is dropped.
     runtime: Option<Runtime>,
 }
 
 impl Caller {
-    /// Runs a call on a thread of the client. It runs also if the result is dropped.
+    /// Runs a call that is not a read on a thread of the client. It runs also if the result is dropped.
     fn run<'a, T: Send + 'static, F>(
         &self,
         call: impl FnOnce(Arc<dyn ObjectStore>) -> F,
@@ -69,17 +81,30 @@ impl Caller {
     where
         F: Future<Output = object_store::Result<T>> + Send + 'static,
     {
+        self.run_within(CALL_TIMEOUT, &self.changes, call)
+    }
+
+    /// Runs a call as soon as one of `slots` is free, and then until the timeout.
+    fn run_within<'a, T: Send + 'static, F>(
+        &self,
+        timeout: Duration,
+        slots: &Arc<Semaphore>,
+        call: impl FnOnce(Arc<dyn ObjectStore>) -> F,
+    ) -> Pending<'a, Result<T, StoreError>>
+    where
+        F: Future<Output = object_store::Result<T>> + Send + 'static,
+    {
         let client = Arc::clone(&self.client.read().unwrap_or_else(PoisonError::into_inner));
-        let (bucket, slots) = (Arc::clone(&self.bucket), Arc::clone(&self.slots));
+        let (bucket, slots) = (Arc::clone(&self.bucket), Arc::clone(slots));
         let call = call(client);
         let Some(runtime) = &self.runtime else { return Box::pin(async { Err(ended()) }) };
         let running = runtime.spawn(async move {
             // The semaphore is never closed.
             let _slot = slots.acquire().await;
-            match tokio::time::timeout(CALL_TIMEOUT, call).await {
+            match tokio::time::timeout(timeout, call).await {
                 Ok(result) => result.map_err(|error| classify(&error, &bucket)),
                 Err(_) => {
-                    let (at, seconds) = (bucket.address().shown(), CALL_TIMEOUT.as_secs());
+                    let (at, seconds) = (bucket.address().shown(), timeout.as_secs());
                     Err(StoreError::Unclear(format!("{at} did not answer in {seconds} s")))
                 }
             }
@@ -125,7 +150,8 @@ impl RemoteHome {
         Ok(Self(Arc::new(Caller {
             bucket: Arc::new(bucket.clone()),
             client: RwLock::new(client),
-            slots: Arc::new(Semaphore::new(CALLS)),
+            reads: Arc::new(Semaphore::new(READS)),
+            changes: Arc::new(Semaphore::new(CHANGES)),
             back_off: BackOff::default(),
             runtime: Some(runtime),
         })))
@@ -273,7 +299,8 @@ impl Caller {
         if length == 0 {
             return Box::pin(async { Ok(Vec::new()) });
         }
-        self.run(|client| async move {
+        let timeout = READ_TIMEOUT + Duration::from_secs(length / SLOWEST);
+        self.run_within(timeout, &self.reads, |client| async move {
             let range = Some(GetRange::Bounded(range));
             let options = GetOptions { range, ..GetOptions::default() };
             match client.get_opts(&Path::parse(&key)?, options).await {
@@ -346,5 +373,32 @@ impl Store for RemoteStore {
 impl RemoteStore {
     fn key(&self, name: &str) -> String {
         format!("{}{name}", self.prefix)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cleat_backend::Credentials;
+    use cleat_backend::uri::Options;
+    use zeroize::Zeroizing;
+
+    use super::super::bucket::Provider;
+
+    #[test]
+    fn reads_do_not_wait_for_other_calls() {
+        let options = Options::parse("endpoint=http://h:80&credentials_file=/k").unwrap();
+        let (bucket, _) = Bucket::parse_volume(Provider::Amazon, "//bucket/a/v", options).unwrap();
+        let keys = b"[default]\naws_access_key_id = a\naws_secret_access_key = b\n";
+        let credentials =
+            CredentialSet::with("/k".into(), Credentials::new(Zeroizing::new(keys.to_vec())));
+        let home = RemoteHome::connect(&bucket, &credentials).unwrap();
+        let caller = &home.0;
+        let stuck: Vec<Pending<'_, Result<(), StoreError>>> = (0..2 * CHANGES)
+            .map(|_| caller.run(|_| std::future::pending::<object_store::Result<()>>()))
+            .collect();
+        let read = caller.run_within(CALL_TIMEOUT, &caller.reads, |_| async { Ok(7) });
+        assert_eq!(block_until(after(CALL_TIMEOUT / 2), read), Some(Ok(7)));
+        drop(stuck);
     }
 }

@@ -24,11 +24,14 @@ use nix::fcntl::{AtFlags, OFlag, OpenHow, RenameFlags, ResolveFlag, openat2, ren
 use nix::sys::stat::{Mode, mkdirat};
 use nix::unistd::{UnlinkatFlags, linkat, unlinkat};
 
-use super::pool::Pool;
+use super::pool::{Lane, Pool};
 use super::{Pending, Store, StoreError};
 
-/// The threads of a store.
-const THREADS: usize = 8;
+/// The threads of a store for reads.
+const READERS: usize = 4;
+
+/// The threads of a store for everything else. Most of their time they wait for the disk.
+const WRITERS: usize = 8;
 
 /// The directory of temporary files. No object has a name below it.
 const TEMPORARY: &str = "tmp";
@@ -67,16 +70,17 @@ impl Directory {
         let (root, durable) = (File::open(root)?, Mutex::default());
         let place = Place { root, token, next: AtomicU64::new(0), durable };
         place.make_durable(TEMPORARY)?;
-        Ok(Self { place: Arc::new(place), pool: Pool::start("store", THREADS)? })
+        Ok(Self { place: Arc::new(place), pool: Pool::start("store", READERS, WRITERS)? })
     }
 
     /// Runs `job` on a thread of the store.
     fn run<'a, T: Send + 'static>(
         &self,
+        lane: Lane,
         job: impl FnOnce(&Place) -> T + Send + 'static,
     ) -> Pending<'a, T> {
         let place = Arc::clone(&self.place);
-        self.pool.run(move || job(&place))
+        self.pool.run(lane, move || job(&place))
     }
 }
 
@@ -103,7 +107,7 @@ pub fn remove_temporary(root: &Path) -> io::Result<()> {
 impl Store for Directory {
     fn create<'a>(&'a self, name: &'a str, bytes: &'a [u8]) -> Pending<'a, Result<(), StoreError>> {
         let (name, bytes) = (name.to_owned(), bytes.to_owned());
-        self.run(move |place| place.create(&name, &bytes).map_err(classify))
+        self.run(Lane::Change, move |place| place.create(&name, &bytes).map_err(classify))
     }
 
     fn read<'a>(
@@ -112,7 +116,7 @@ impl Store for Directory {
         range: Range<u64>,
     ) -> Pending<'a, Result<Vec<u8>, StoreError>> {
         let name = name.to_owned();
-        self.run(move |place| place.read(&name, range).map_err(classify))
+        self.run(Lane::Read, move |place| place.read(&name, range).map_err(classify))
     }
 
     fn list<'a>(
@@ -121,12 +125,12 @@ impl Store for Directory {
         after: &'a str,
     ) -> Pending<'a, Result<Vec<String>, StoreError>> {
         let (prefix, after) = (prefix.trim_end_matches('/').to_owned(), after.to_owned());
-        self.run(move |place| place.list(&prefix, &after).map_err(classify))
+        self.run(Lane::Change, move |place| place.list(&prefix, &after).map_err(classify))
     }
 
     fn delete<'a>(&'a self, name: &'a str) -> Pending<'a, Result<(), StoreError>> {
         let name = name.to_owned();
-        self.run(move |place| place.delete(&name).map_err(classify))
+        self.run(Lane::Change, move |place| place.delete(&name).map_err(classify))
     }
 
     fn back_off(&self, attempt: u32) -> Pending<'_, ()> {

@@ -21,9 +21,19 @@ const TICK: Duration = Duration::from_millis(10);
 
 type Job = Box<dyn FnOnce() + Send>;
 
+/// Which threads run a job. Each lane has its own, so that jobs of one lane never wait for those of the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lane {
+    /// Reads: a caller waits.
+    Read,
+    /// Everything else, for example the puts of a checkpoint.
+    Change,
+}
+
 /// Threads of a store. They end when it is dropped, after the operations that have started.
 pub struct Pool {
-    jobs: Sender<Job>,
+    reads: Sender<Job>,
+    changes: Sender<Job>,
     timer: Arc<Timer>,
     back_off: BackOff,
 }
@@ -53,33 +63,34 @@ impl BackOff {
 }
 
 impl Pool {
-    /// Starts `count` threads and a timer. `name` begins the names of the threads.
+    /// Starts `readers` threads for reads, `writers` threads for everything else, and a timer. `name` begins the names
+    /// of the threads.
     ///
     /// # Errors
     /// Returns the operating system's error if no thread can be started.
-    pub fn start(name: &str, count: usize) -> io::Result<Self> {
-        let (jobs, queue) = channel::<Job>();
-        let queue = Arc::new(Mutex::new(queue));
-        for number in 0..count {
-            let queue = Arc::clone(&queue);
-            let thread = thread::Builder::new().name(format!("{name}-{number}"));
-            thread.spawn(move || work(&queue))?;
-        }
+    pub fn start(name: &str, readers: usize, writers: usize) -> io::Result<Self> {
+        let reads = start_lane(&format!("{name}-read"), readers)?;
+        let changes = start_lane(name, writers)?;
         let timer = Arc::new(Timer::default());
         let ticking = Arc::clone(&timer);
         thread::Builder::new().name(format!("{name}-timer")).spawn(move || ticking.run())?;
-        Ok(Self { jobs, timer, back_off: BackOff::default() })
+        Ok(Self { reads, changes, timer, back_off: BackOff::default() })
     }
 
-    /// Runs `job` on one of the threads. It runs also if the result is dropped.
+    /// Runs `job` on one of the threads of the lane. It runs also if the result is dropped.
     pub fn run<'a, T: Send + 'static>(
         &self,
+        lane: Lane,
         job: impl FnOnce() -> T + Send + 'static,
     ) -> Pending<'a, T> {
         let answer = Arc::new(Answer::default());
         let filled = Arc::clone(&answer);
         // The threads run as long as the sender exists, so the queue takes every job.
-        let _ = self.jobs.send(Box::new(move || filled.fill(job())));
+        let jobs = match lane {
+            Lane::Read => &self.reads,
+            Lane::Change => &self.changes,
+        };
+        let _ = jobs.send(Box::new(move || filled.fill(job())));
         answer.wait()
     }
 
@@ -102,6 +113,17 @@ impl Drop for Pool {
         self.timer.lock().is_closed = true;
         self.timer.changed.notify_one();
     }
+}
+
+fn start_lane(name: &str, count: usize) -> io::Result<Sender<Job>> {
+    let (jobs, queue) = channel::<Job>();
+    let queue = Arc::new(Mutex::new(queue));
+    for number in 0..count {
+        let queue = Arc::clone(&queue);
+        let thread = thread::Builder::new().name(format!("{name}-{number}"));
+        thread.spawn(move || work(&queue))?;
+    }
+    Ok(jobs)
 }
 
 /// Runs jobs until the pool is dropped.
@@ -192,5 +214,28 @@ impl Timer {
                 None => answer.fill(()),
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_do_not_wait_for_changes() {
+        let pool = Pool::start("test", 1, 2).unwrap();
+        let (end, ended) = channel::<()>();
+        let ended = Arc::new(Mutex::new(ended));
+        for _ in 0..20 {
+            let ended = Arc::clone(&ended);
+            drop(pool.run(Lane::Change, move || {
+                let _ = ended.lock().unwrap().recv();
+            }));
+        }
+        // Without a lane of its own, the read would wait until the sender is dropped.
+        let (done, result) = channel();
+        drop(pool.run(Lane::Read, move || done.send(7)));
+        assert_eq!(result.recv_timeout(Duration::from_secs(10)), Ok(7));
+        drop(end);
     }
 }
