@@ -22,6 +22,8 @@ pub mod map;
 mod model;
 pub mod name;
 #[cfg(test)]
+mod open_tests;
+#[cfg(test)]
 mod outage_tests;
 mod rules;
 #[cfg(test)]

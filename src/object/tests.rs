@@ -332,9 +332,10 @@ fn a_take_over_needs_a_fixed_number_of_requests_and_one_for_each_slot() {
         memory.count() - before
     };
     let (few, many) = (requests_after(1, 10), requests_after(41, 20));
-    assert!(few <= 16, "{few} requests");
+    // Some slots are read ahead in vain: 3 here, and at most 15.
+    assert!(few <= 17, "{few} requests");
     // In tests an opener already seals slots ahead after 3 slots: up to two more requests each time.
-    assert!(many <= few + 2 * 41, "{many} requests after 41 slots, {few} after one");
+    assert!(many <= few + 2 * 41 + 12, "{many} requests after 41 slots, {few} after one");
 }
 
 #[test]

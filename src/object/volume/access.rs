@@ -8,8 +8,9 @@ use crate::name::{Name, Nonce, Position, VolumeId};
 use crate::rules::{Rule, applies};
 use crate::store::{Store, StoreError};
 
-/// The first bytes of an object that are read to decode its header.
-const HEADER_READ_BYTES: u64 = 16 << 10;
+/// The first bytes of an object that are read to decode its header: the header of a log object with 4096 writes, and
+/// every page of the map with extents of 4 KiB, fit.
+const HEADER_READ_BYTES: u64 = 80 << 10;
 
 /// The number of failures after which an operation with a caller that waits returns the error.
 const MAX_ATTEMPTS: u32 = 8;

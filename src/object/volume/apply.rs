@@ -12,6 +12,15 @@ use crate::map::Place;
 use crate::name::Position;
 use crate::rules::{Rule, applies};
 
+/// The records whose pages are loaded before the first of them is applied.
+const RECORDS_AHEAD: usize = 64;
+
+/// The pages that are loaded at the same time.
+const PAGES_AHEAD: usize = 16;
+
+/// The memory for a page that is loaded ahead, at least. Without room for several nothing is loaded ahead.
+const PAGE_MEMORY_BYTES: usize = 16 << 10;
+
 impl Shared {
     /// Applies the records of a slot to the map. `header_bytes` is the position of the data in the object.
     pub(super) async fn apply_slot(
@@ -24,7 +33,11 @@ impl Shared {
         let mut data_at = header_bytes;
         let bytes: u32 = records.iter().map(data_bytes).sum();
         self.lock().usage.add(at, bytes);
-        for record in records {
+        for (number, record) in records.iter().enumerate() {
+            if number.is_multiple_of(RECORDS_AHEAD) {
+                let end = records.len().min(number + RECORDS_AHEAD);
+                self.load_pages(&records[number..end], patience).await?;
+            }
             match record {
                 Record::Write(extent) => self.place(extent, at, (data_at, None), patience).await?,
                 Record::Move(extent, from) => {
@@ -42,6 +55,35 @@ impl Shared {
             }
             data_at += data_bytes(record);
         }
+        Ok(())
+    }
+
+    /// Loads pages that the records change, several at a time.
+    async fn load_pages(&self, records: &[Record], patience: Patience) -> Result<(), Failure> {
+        let limit = RECORDS_AHEAD.min(self.config.map_bytes / PAGE_MEMORY_BYTES);
+        let pages = |record: &Record| match record {
+            Record::Write(extent) | Record::Move(extent, _) => {
+                Some(self.parts(extent.offset..extent.offset + u64::from(extent.length)))
+            }
+            _ => None,
+        };
+        let numbers = records.iter().filter_map(pages).flatten().map(|(number, _)| number);
+        let mut numbers: Vec<u64> = numbers.collect::<BTreeSet<_>>().into_iter().collect();
+        {
+            let mut state = self.lock();
+            numbers.retain(|number| state.map.leaf(*number).is_err());
+        }
+        numbers.truncate(limit);
+        // The pages above them first, each once.
+        let indices: BTreeSet<u64> = numbers.iter().map(|number| split(*number).0).collect();
+        let load = |number: u64, is_index: bool| -> Part<'_, Result<(), Failure>> {
+            Box::pin(self.with_map_for(patience, move |state| match is_index {
+                true => state.map.index(number).map(drop),
+                false => state.map.leaf(number).map(drop),
+            }))
+        };
+        all(indices.into_iter().map(|number| load(number, true)), PAGES_AHEAD).await?;
+        all(numbers.into_iter().map(|number| load(number, false)), PAGES_AHEAD).await?;
         Ok(())
     }
 

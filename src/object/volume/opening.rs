@@ -4,12 +4,16 @@ use std::collections::BTreeMap;
 
 use super::access::{Access, Failure, Put, behind, prefix_of, slot};
 use super::keep::{Keep, Prepared};
+use super::tasks::Ahead;
 use crate::codec::{Claim, History, LogObject, MAX_CUTS, Record, Slot};
 use crate::name::{Name, Position};
 use crate::rules::{Rule, applies};
 
 /// The slots after which an opener that still finds records seals a slot ahead, and how far ahead.
 const AHEAD: u64 = if cfg!(test) { 3 } else { 64 };
+
+/// The slots that an opener reads at the same time.
+pub(super) const SLOTS_AHEAD: usize = 16;
 
 /// The records that an opener keeps in memory until it replays them; it reads the others again.
 const MAX_KEPT_RECORDS: usize = 256 << 10;
@@ -206,8 +210,14 @@ async fn end_of(access: &Access, epoch: u64, gap: Gap, kept: &mut Kept) -> Resul
     end.start_from(newest.map(|slot| Position { epoch, slot }));
     let mut at = newest.map_or(0, |slot| slot + 1);
     let (mut found, mut missing) = (0, None);
+    let mut slots = Slots::new(access, epoch);
     loop {
-        if let Slot::Log(object) = slot_or_seal(access, epoch, at, gap).await? {
+        let slot_at = match slots.read(at).await? {
+            Some(slot) => slot,
+            // It may have been filled since.
+            None => slot_or_seal(access, epoch, at, gap).await?,
+        };
+        if let Slot::Log(object) = slot_at {
             note(&mut end, &object);
             kept.keep(Position { epoch, slot: at }, object);
             at += 1;
@@ -258,6 +268,44 @@ async fn newest_checkpoint(access: &Access, epoch: u64) -> Result<Option<u64>, F
         _ => None,
     });
     Ok(slots.max())
+}
+
+/// The slots of an epoch, in their order. Some are read ahead, which changes nothing: objects never change, and an opener
+/// that read the slots one after the other could have found the same.
+struct Slots<'a> {
+    access: &'a Access,
+    epoch: u64,
+    /// The next slot.
+    next: u64,
+    /// The slots from the next one on.
+    ahead: Ahead<'a, Result<Option<Slot>, Failure>>,
+    /// The slots to read at the same time. It begins with one, since most epochs that end well have few above their
+    /// checkpoint.
+    depth: usize,
+}
+
+impl<'a> Slots<'a> {
+    fn new(access: &'a Access, epoch: u64) -> Self {
+        Self { access, epoch, next: 0, ahead: Ahead::default(), depth: 1 }
+    }
+
+    /// Reads a slot; `None` if it was empty.
+    async fn read(&mut self, number: u64) -> Result<Option<Slot>, Failure> {
+        if number != self.next {
+            (self.next, self.ahead, self.depth) = (number, Ahead::default(), 1);
+        }
+        let (access, epoch) = (self.access, self.epoch);
+        while self.ahead.len() < self.depth {
+            let number = self.next + self.ahead.len() as u64;
+            self.ahead.push(Box::pin(async move {
+                let (name, identity) = (slot(epoch, number), access.identity(epoch, number));
+                access.decode(name, |bytes| Slot::decode(identity, bytes)).await
+            }));
+        }
+        self.depth = SLOTS_AHEAD.min(self.depth * 2);
+        self.next += 1;
+        self.ahead.next().await.unwrap_or(Ok(None))
+    }
 }
 
 /// Reads a slot. If it is empty, it counts as sealed, and with [`Gap::Seal`] it gets a seal.

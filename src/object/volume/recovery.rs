@@ -78,11 +78,22 @@ async fn replay_all(
     if let Some(checkpoint) = checkpoint {
         shared.lock().snapshots.load(base, checkpoint);
     }
-    for cut in opened.history.cuts.clone() {
+    let mut slots = opened.history.cuts.iter().flat_map(|cut| {
         let from = base.filter(|base| base.epoch == cut.epoch).map_or(0, |base| base.slot + 1);
-        for slot in from..cut.slot {
-            replay(&shared, Position { epoch: cut.epoch, slot }, &mut opened, end).await?;
+        (from..cut.slot).map(move |slot| Position { epoch: cut.epoch, slot })
+    });
+    // The next objects are read while the records of one are applied.
+    let mut objects = Ahead::default();
+    loop {
+        while objects.len() < SLOTS_AHEAD
+            && let Some(at) = slots.next()
+        {
+            let kept = opened.kept.take(at);
+            objects.push(Box::pin(log_object(&shared.access, at, kept)));
         }
+        let Some(object) = objects.next().await else { break };
+        let (at, object) = object?;
+        replay(&shared, at, object, end).await?;
     }
     drop(objects);
     shared.lock().snapshots.follow(opened.history.cuts);
@@ -110,21 +121,27 @@ pub(super) async fn read_checkpoint(access: &Access, at: Position) -> Result<Che
     found.ok_or(Failure::Lost(name))
 }
 
+/// Reads the header of a log object, unless it was kept.
+async fn log_object(
+    access: &Access,
+    at: Position,
+    kept: Option<LogObject>,
+) -> Result<(Position, LogObject), Failure> {
+    let (name, identity) = (Name::Slot(at), access.identity(at.epoch, at.slot));
+    if let Some(object) = kept {
+        return Ok((at, object));
+    }
+    let decode = |bytes: &[u8]| LogObject::decode(identity, bytes);
+    let object = access.decode(name, decode).await?.ok_or(Failure::Lost(name))?;
+    Ok((at, object))
+}
+
 async fn replay(
     shared: &Shared,
     at: Position,
-    opened: &mut Opened,
+    mut object: LogObject,
     end: End,
 ) -> Result<(), Failure> {
-    let name = Name::Slot(at);
-    let identity = shared.access.identity(at.epoch, at.slot);
-    let mut object = match opened.kept.take(at) {
-        Some(object) => object,
-        None => {
-            let decode = |bytes: &[u8]| LogObject::decode(identity, bytes);
-            shared.access.decode(name, decode).await?.ok_or(Failure::Lost(name))?
-        }
-    };
     let header_bytes = u32::try_from(object.encode().len()).unwrap_or(u32::MAX);
     if let Some((_, records)) = end.filter(|(slot, _)| *slot == at) {
         object.records.truncate(records as usize);
