@@ -127,6 +127,7 @@ async fn send_older(volume: Volume, shared: Arc<Shared>, store: Arc<Watched>) {
     let mut seen = 0;
     loop {
         store.back_off(SECOND).await;
+        store.look_for_hangs();
         seen = volume.send_older(seen);
         shared.report_unsaved(volume.status().kept_bytes);
     }
