@@ -61,7 +61,7 @@ impl ImageQueue for ObjectQueue {
             };
             let result = match ended {
                 Some(result) => result.map_err(|failure| {
-                    shared.note(&failure);
+                    shared.note(&failure, Some(&request));
                     io_error(&failure, changes)
                 }),
                 // Its records stay in the log. They precede those of its repetition and of all later requests, so they

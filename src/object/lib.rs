@@ -14,6 +14,7 @@
 //! checksum of the header was verified; an acknowledgement of a slot before all earlier ones.
 #![doc = include_str!("FORMAT.md")]
 
+pub mod cache;
 #[cfg(test)]
 mod clone_tests;
 pub mod codec;
@@ -25,6 +26,8 @@ pub mod name;
 mod open_tests;
 #[cfg(test)]
 mod outage_tests;
+#[cfg(test)]
+mod read_tests;
 mod rules;
 #[cfg(test)]
 mod simulation;

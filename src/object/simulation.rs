@@ -146,6 +146,7 @@ impl World {
             tail_slots: 12,
             puts_in_flight: random.choose(&[1, 2, 4]),
             map_bytes: random.choose(&[1, 4, 64]) << 10,
+            read_ahead_bytes: 16 << 10,
             checkpoint_slots: random.choose(&[1, 3, 10]),
             sweep_checkpoints: random.choose(&[1, 4]),
             max_space_percent: random.choose(&[100, 150, 1_000_000]),

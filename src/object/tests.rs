@@ -22,11 +22,16 @@ pub(crate) struct Memory {
     pub(crate) objects: Mutex<BTreeMap<String, Vec<u8>>>,
     operations: AtomicU64,
     log_puts: AtomicU64,
+    log_reads: AtomicU64,
 }
 
 impl Memory {
     pub(crate) fn count(&self) -> u64 {
         self.operations.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn log_reads(&self) -> u64 {
+        self.log_reads.load(Ordering::Relaxed)
     }
 
     fn start(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, Vec<u8>>> {
@@ -52,6 +57,7 @@ impl Store for Memory {
         name: &'a str,
         range: Range<u64>,
     ) -> Pending<'a, Result<Vec<u8>, StoreError>> {
+        self.log_reads.fetch_add(name.starts_with("log/").into(), Ordering::Relaxed);
         let found = self.start().get(name).map(|bytes| {
             let [begin, end] =
                 [range.start, range.end].map(|at| usize::try_from(at).unwrap().min(bytes.len()));
@@ -112,7 +118,7 @@ pub(crate) fn with_volume<T: Send>(
     block_on(race(parts))
 }
 
-fn description(size: u64, page_bytes: u32) -> Description {
+pub(crate) fn description(size: u64, page_bytes: u32) -> Description {
     Description { volume: VolumeId([1; 16]), nonce: Nonce([2; 16]), size, page_bytes, parent: None }
 }
 
@@ -274,8 +280,13 @@ fn damaged_data_is_reported_and_not_served() {
     let name = Name::Slot(Position { epoch: 1, slot: 1 });
     *memory.objects.lock().unwrap().get_mut(&name.to_string()).unwrap().last_mut().unwrap() ^= 1;
     let volume = open(&store, 11, Config::default()).unwrap();
-    let found = with_volume(&volume, async { byte_at(&volume, 0).await });
-    assert!(matches!(found, Err(Failure::Damaged { name: found, .. }) if found == name));
+    let found = with_volume(&volume, async { byte_at(&volume, 0).await }).unwrap_err();
+    let Failure::Damaged { name: damaged, range: Some(range), .. } = &found else {
+        panic!("{found}");
+    };
+    assert_eq!((damaged, range.end - range.start), (&name, 512));
+    let text = format!("{name}, bytes {} to {}: the checksum", range.start, range.end - 1);
+    assert!(found.to_string().starts_with(&text), "{found}");
 }
 
 #[test]

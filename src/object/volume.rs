@@ -4,25 +4,30 @@
 //! objects, checkpoints, collection. The embedder polls it as long as the volume is open, and drops it to stop
 //! the volume at any moment: what was not flushed is lost then, as in a crash.
 //!
-//! Memory is bounded by [`Config`]: the tail of the log that is not in the map yet, the pages of the map, and
-//! about 50 bytes for each log object. Writes wait while the tail is full.
+//! Memory is bounded by [`Config`]: the tail of the log that is not in the map yet, the pages of the map, what is read
+//! ahead, and about 50 bytes for each log object; and by 20 MiB for a request that reads. Writes wait while the tail is full.
 
 mod access;
+mod ahead;
 mod apply;
 mod check;
 mod checkpoint;
 mod cloning;
 mod collect;
 mod extents;
+mod fetch;
 mod keep;
 mod lineage;
 mod opening;
 mod place;
+mod read_ahead;
+mod reading;
 mod recovery;
 mod request;
 mod shared;
 mod snapshot_requests;
 mod snapshots;
+mod stored;
 mod sweep;
 mod table;
 mod tail;
@@ -68,6 +73,8 @@ pub struct Config {
     pub puts_in_flight: usize,
     /// The memory for pages of the map in bytes. Half of it may have changes that are not in a checkpoint.
     pub map_bytes: usize,
+    /// The memory for data that is read ahead of sequential reads, in bytes; 0: nothing is read ahead.
+    pub read_ahead_bytes: usize,
     /// The slots after which a checkpoint is written.
     pub checkpoint_slots: u64,
     /// The checkpoints between two searches for objects of earlier epochs that nothing refers to.
@@ -86,6 +93,7 @@ impl Default for Config {
             tail_slots: 256,
             puts_in_flight: 4,
             map_bytes: 64 << 20,
+            read_ahead_bytes: 16 << 20,
             checkpoint_slots: 256,
             sweep_checkpoints: 64,
             max_space_percent: 150,
@@ -119,6 +127,8 @@ pub struct Status {
     pub space_bytes: u64,
     /// The memory of the map's pages in bytes.
     pub map_bytes: usize,
+    /// The data that was read ahead in bytes.
+    pub ahead_bytes: u64,
     /// The data in the tail of the log in bytes.
     pub tail_bytes: usize,
     /// The data of records that are in the tail memory and not confirmed in the store, in bytes.
@@ -188,6 +198,7 @@ impl Volume {
             live_bytes: state.usage.all().live,
             space_bytes: state.usage.all().space,
             map_bytes: state.map.bytes(),
+            ahead_bytes: state.ahead.bytes(),
             tail_bytes: state.tail.bytes(),
             kept_bytes: state.tail_memory.as_ref().map_or(0, TailMemory::bytes),
             checkpoints: state.checkpoints.count,
@@ -395,6 +406,13 @@ impl Volume {
         }
     }
 
+    /// Reads ahead of sequential reads until the volume fails, for a volume that is not run: a view of one moment.
+    pub async fn read_ahead(&self) -> Failure {
+        let parts =
+            (0..read_ahead::STEPS).map(|_| -> Part<'_, Failure> { Box::pin(self.0.read_ahead()) });
+        race(parts.collect()).await
+    }
+
     /// Does the work in the background until the volume fails. It must be polled for flushes to end. Puts are
     /// repeated without a limit while the store fails, so an outage delays flushes and does not fail them.
     pub async fn run(&self) -> Failure {
@@ -405,6 +423,9 @@ impl Volume {
         }
         parts.push(Box::pin(shared.apply()));
         parts.push(Box::pin(shared.collect()));
+        for _ in 0..read_ahead::STEPS {
+            parts.push(Box::pin(shared.read_ahead()));
+        }
         race(parts).await
     }
 }

@@ -119,7 +119,7 @@ impl Serving {
 /// Works in the background until the volume fails.
 async fn run(volume: Volume, shared: Arc<Shared>) {
     let failure = volume.run().await;
-    shared.note(&failure);
+    shared.note(&failure, None);
 }
 
 /// Sends records that no flush covers, about a second after they were written.
@@ -140,7 +140,7 @@ async fn watch(volume: Volume, shared: Arc<Shared>, store: Arc<Watched>) {
     loop {
         store.back_off(LONGEST).await;
         if let Err(failure @ Failure::Fenced) = volume.check_claim().await {
-            shared.note(&failure);
+            shared.note(&failure, None);
             return;
         }
         answered.answer(&*store, &volume).await;

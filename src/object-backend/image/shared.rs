@@ -4,10 +4,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
 use cleat_backend::Waker;
+use cleat_core::request::Request;
 use cleat_object::name::SnapshotId;
 use cleat_object::volume::{Config, Failure, Place, Volume};
 
-use crate::executor::Spawner;
+use crate::executor::{Spawner, TaskId};
 
 /// The state of an open image.
 pub(crate) struct Shared {
@@ -20,6 +21,8 @@ pub(crate) struct Shared {
     snapshot: Option<SnapshotId>,
     /// Where a reader looks again; `None` for a writer.
     reader: OnceLock<Place>,
+    /// The read-ahead of a reader.
+    reading: Mutex<Option<TaskId>>,
     size: AtomicU64,
     is_fenced: AtomicBool,
     /// The supervisor passes the tail file to the next process.
@@ -44,6 +47,7 @@ impl Shared {
             volume: RwLock::new(None),
             snapshot,
             reader: OnceLock::new(),
+            reading: Mutex::default(),
             size: AtomicU64::new(size),
             is_fenced: AtomicBool::new(false),
             tail_is_passed_on: AtomicBool::new(true),
@@ -71,10 +75,23 @@ impl Shared {
     /// Returns the failure of the store.
     pub(crate) async fn read_from(&self, place: Place) -> Result<(), Failure> {
         let view = self.look(&place).await?;
-        self.set_volume(Some(view));
+        self.follow(view);
         // The first place stays. Both are of the same volume.
         let _ = self.reader.set(place);
         Ok(())
+    }
+
+    /// Serves reads from `view`, and reads ahead of them.
+    fn follow(&self, view: Volume) {
+        self.set_volume(Some(view.clone()));
+        let task = self.spawner.spawn(async move {
+            // It ends with the failure of the view, which requests report.
+            let _ = view.read_ahead().await;
+        });
+        let mut reading = self.reading.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(earlier) = reading.replace(task) {
+            self.spawner.cancel(earlier);
+        }
     }
 
     async fn look(&self, place: &Place) -> Result<Volume, Failure> {
@@ -93,7 +110,7 @@ impl Shared {
         match (self.reader.get(), &failure) {
             (Some(place), Failure::Lost(_) | Failure::Fenced) => {
                 let view = self.look(place).await?;
-                self.set_volume(Some(view.clone()));
+                self.follow(view.clone());
                 Ok(view)
             }
             _ => Err(failure),
@@ -160,8 +177,8 @@ impl Shared {
         }
     }
 
-    /// Records what a failure of the engine means for the whole image.
-    pub(crate) fn note(&self, failure: &Failure) {
+    /// Records what a failure of the engine, in a request or in the background, means for the whole image.
+    pub(crate) fn note(&self, failure: &Failure, request: Option<&Request>) {
         match failure {
             Failure::Fenced | Failure::Stale { .. } => self.set_fenced(),
             Failure::Damaged { .. }
@@ -171,7 +188,11 @@ impl Shared {
                 let mut broken = self.broken();
                 let reason = failure.to_string();
                 if broken.as_ref() != Some(&reason) {
-                    tracing::error!(volume = %self.name, %reason, "the volume is damaged");
+                    // It says which part of the volume is affected.
+                    let range = request.map(|Request { offset, length, .. }| {
+                        *offset..offset.saturating_add(*length)
+                    });
+                    tracing::error!(volume = %self.name, %reason, ?range, "the volume is damaged");
                     *broken = Some(reason);
                 }
             }

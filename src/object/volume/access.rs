@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::cache::{Cache, Key};
 use crate::codec::{Damage, Description, Identity, PREFIX_BYTES, nonce_of};
 use crate::name::{Name, Nonce, Position, VolumeId};
 use crate::rules::{Rule, applies};
@@ -30,10 +31,12 @@ pub enum Failure {
         error: StoreError,
     },
     /// An object has other bytes than a writer has put.
-    #[error("{name}: {damage}")]
+    #[error("{name}{}: {damage}", shown(.range))]
     Damaged {
         /// The object.
         name: Name,
+        /// The bytes of an extent in it; `None`: its header.
+        range: Option<Range<u64>>,
         /// What is wrong.
         damage: Damage,
     },
@@ -83,6 +86,8 @@ pub(super) struct Access {
     pub(super) nonce: Nonce,
     /// What the volume was cloned from.
     parent: Option<Arc<Ancestor>>,
+    /// The cache of extents. The ancestors have the same one.
+    cache: Option<Arc<dyn Cache>>,
 }
 
 /// A volume from which another one was cloned, with its own parents behind it.
@@ -93,12 +98,35 @@ pub(super) struct Ancestor {
 
 impl Access {
     pub(super) fn new(store: Arc<dyn Store>, volume: VolumeId, nonce: Nonce) -> Self {
-        Self { store, volume, nonce, parent: None }
+        Self { store, volume, nonce, parent: None, cache: None }
     }
 
     /// The access of a clone to its parents.
     pub(super) fn with_parent(self, parent: Option<Ancestor>) -> Self {
         Self { parent: parent.map(Arc::new), ..self }
+    }
+
+    /// The same access with a cache of extents, for the ancestors, too.
+    pub(super) fn with_cache(self, cache: &Arc<dyn Cache>) -> Self {
+        let parent = self.parent.map(|parent| {
+            let access = parent.access.clone().with_cache(cache);
+            Arc::new(Ancestor { access, description: parent.description.clone() })
+        });
+        Self { parent, cache: Some(Arc::clone(cache)), ..self }
+    }
+
+    pub(super) fn has_cache(&self) -> bool {
+        self.cache.is_some()
+    }
+
+    /// Returns the bytes of an extent if the cache has them. They are not verified.
+    pub(super) async fn cached(&self, key: Key) -> Option<Vec<u8>> {
+        self.cache.as_ref()?.get(key).await
+    }
+
+    /// Offers the verified bytes of an extent to the cache.
+    pub(super) fn cache(&self, key: Key, bytes: &[u8]) {
+        self.cache.iter().for_each(|cache| cache.put(key, bytes));
     }
 
     /// What the volume was cloned from.
@@ -225,7 +253,7 @@ impl Access {
             match decode(&bytes) {
                 Ok(value) => return Ok(Some(value)),
                 Err(Damage::Short(needed)) if needed as u64 > length => length = needed as u64,
-                Err(damage) => return Err(Failure::Damaged { name, damage }),
+                Err(damage) => return Err(Failure::Damaged { name, range: None, damage }),
             }
         }
     }
@@ -272,6 +300,12 @@ impl Access {
     pub(super) async fn back_off(&self, attempt: u32) {
         self.store.back_off(attempt).await;
     }
+}
+
+/// The range of an object in the text of an error.
+fn shown(range: &Option<Range<u64>>) -> String {
+    let bytes = |range: &Range<u64>| format!(", bytes {} to {}", range.start, range.end - 1);
+    range.as_ref().map_or_else(String::new, bytes)
 }
 
 /// Whether a caller that waits gets the error at once.

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::Volume;
 use super::access::Failure;
-use super::request::READS_IN_FLIGHT;
+use super::fetch::READS_IN_FLIGHT;
 use super::shared::Shared;
 use super::tasks::{Part, all};
 use crate::codec::{Damage, Entry, LogObject};
@@ -182,7 +182,7 @@ async fn check_object(shared: &Shared, entry: &Entry, known: Option<u64>) -> Res
         1 => Ok(()),
         _ => {
             let damage = Damage::Short(usize::try_from(end).unwrap_or(usize::MAX));
-            Err(Failure::Damaged { name, damage })
+            Err(Failure::Damaged { name, range: Some(end - 1..end), damage })
         }
     }
 }

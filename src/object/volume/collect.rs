@@ -6,11 +6,12 @@
 use std::collections::BTreeSet;
 
 use super::access::Failure;
+use super::fetch::open;
 use super::request::SECTOR_BYTES;
 use super::shared::{Shared, State};
 use super::sweep::Reach;
 use super::usage::Sum;
-use crate::codec::{Entry, Extent, LogObject, MAX_EXTENT_BYTES, Source};
+use crate::codec::{Entry, LogObject, MAX_EXTENT_BYTES, Source};
 use crate::map::place_of;
 use crate::name::{Name, Position};
 
@@ -173,8 +174,7 @@ impl Shared {
             let entry = part.entry;
             let at = usize::try_from(u64::from(entry.extent_at) - begin).unwrap_or(usize::MAX);
             let extent = bytes.get(at..at + entry.extent_length as usize).unwrap_or_default();
-            let known = Extent { offset: 0, length: entry.extent_length, checksum: entry.checksum };
-            known.verify(extent).map_err(|damage| Failure::Damaged { name, damage })?;
+            let extent = open(&entry, extent)?;
             let data = &extent[entry.skip as usize..][..entry.length as usize];
             let at = place_of(&entry, entry.offset).at;
             let from = Source { object: victim, at };

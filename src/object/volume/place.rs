@@ -8,6 +8,7 @@ use super::lineage::{self, NoParents, Parents};
 use super::opening::{self, Kept};
 use super::recovery::recover;
 use super::{Config, Volume};
+use crate::cache::Cache;
 use crate::codec::{Claim, Description, MAX_OWNER_BYTES, Release};
 use crate::name::{Name, Nonce, SnapshotId};
 use crate::store::Store;
@@ -63,6 +64,12 @@ impl Place {
     pub async fn find_alone(store: Arc<dyn Store>, nonce: Nonce) -> Result<Self, Failure> {
         let (store, description) = lineage::describe(store, nonce).await?;
         Ok(Self { access: Access::new(store, description.volume, nonce), description })
+    }
+
+    /// The same place, whose volume and ancestors use a cache when their data is read.
+    #[must_use]
+    pub fn with_cache(self, cache: &Arc<dyn Cache>) -> Self {
+        Self { access: self.access.with_cache(cache), ..self }
     }
 
     pub(super) fn access(&self) -> &Access {

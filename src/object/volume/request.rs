@@ -1,22 +1,14 @@
-//! Reads, writes and flushes.
+//! Writes and flushes.
 
 use super::access::Failure;
 use super::shared::{Shared, State};
 use super::tail::Sending;
-use super::tasks::{Part, all};
-use crate::codec::{Entry, Extent, MAX_EXTENT_BYTES};
-use crate::name::Name;
+use crate::codec::{Extent, MAX_EXTENT_BYTES};
 use crate::rules::{Rule, applies};
 use crate::tail_memory::Change;
 
 /// Requests are multiples of this, in bytes.
 pub(super) const SECTOR_BYTES: u64 = 512;
-
-/// The reads of objects that one request has in flight.
-pub(super) const READS_IN_FLIGHT: usize = 16;
-
-/// How often a read looks the range up again because its object was deleted.
-const MAX_LOOKUPS: u32 = 16;
 
 impl Shared {
     pub(super) fn check_range(&self, offset: u64, length: u64) -> Result<(), Failure> {
@@ -134,93 +126,5 @@ impl Shared {
             (is_acknowledged || is_durable && !applies(Rule::Contiguous)).then_some(())
         })
         .await
-    }
-
-    pub(super) async fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), Failure> {
-        self.check_range(offset, buffer.len() as u64)?;
-        let (mut offset, mut rest) = (offset, buffer);
-        while !rest.is_empty() {
-            let in_page = self.page_bytes - offset % self.page_bytes;
-            let length = in_page.min(rest.len() as u64);
-            let (part, next) = rest.split_at_mut(usize::try_from(length).unwrap_or(usize::MAX));
-            self.read_part(offset, part).await?;
-            (offset, rest) = (offset + length, next);
-        }
-        Ok(())
-    }
-
-    /// Reads a range of one map page.
-    async fn read_part(&self, offset: u64, buffer: &mut [u8]) -> Result<(), Failure> {
-        let mut lookups = 0;
-        loop {
-            let entries = self.look_up(offset, buffer).await?;
-            let reads = entries.into_iter().map(|(at, entry)| -> Part<'_, _> {
-                Box::pin(async move {
-                    let data = self.read_extent(&entry).await;
-                    data.map(|data| (at, entry, data))
-                })
-            });
-            match all(reads, READS_IN_FLIGHT).await {
-                Ok(found) => {
-                    for (at, entry, data) in found {
-                        let data = &data[entry.skip as usize..][..entry.length as usize];
-                        buffer[at..at + data.len()].copy_from_slice(data);
-                    }
-                    return Ok(());
-                }
-                // The collector has relocated the data, or a trim has removed it.
-                Err(Failure::Lost(_)) if lookups < MAX_LOOKUPS => lookups += 1,
-                Err(Failure::Lost(name)) => return Err(self.lost(name).await),
-                Err(failure) => return Err(failure),
-            }
-        }
-    }
-
-    /// Copies what is in the tail to `buffer`, and returns the places of the rest: the position in the buffer,
-    /// and the part of an extent.
-    async fn look_up(
-        &self,
-        offset: u64,
-        buffer: &mut [u8],
-    ) -> Result<Vec<(usize, Entry)>, Failure> {
-        let number = offset / self.page_bytes;
-        let base = number * self.page_bytes;
-        self.with_map(|state| {
-            state.map.leaf(number)?;
-            let rest = state.tail.read(offset, buffer);
-            let page = state.map.leaf(number)?;
-            let mut entries = Vec::new();
-            for range in rest {
-                let [begin, end] = [range.start, range.end].map(|at| at - offset);
-                let [begin, end] = [begin, end].map(|at| usize::try_from(at).unwrap_or(usize::MAX));
-                buffer[begin..end].fill(0);
-                let Some(page) = page else { continue };
-                let [first, last] = [range.start, range.end].map(|at| at - base);
-                let [first, last] = [first, last].map(|at| u32::try_from(at).unwrap_or(u32::MAX));
-                for (piece, entry) in page.pieces(first..last) {
-                    let Some(entry) = entry else { continue };
-                    let skip = entry.skip + (piece.start - entry.offset);
-                    let (length, at) = (piece.end - piece.start, (piece.start - first) as usize);
-                    entries
-                        .push((begin + at, Entry { offset: piece.start, length, skip, ..*entry }));
-                }
-            }
-            Ok(entries)
-        })
-        .await
-    }
-
-    /// Reads and verifies the extent of an entry.
-    pub(super) async fn read_extent(&self, entry: &Entry) -> Result<Vec<u8>, Failure> {
-        let name = Name::Slot(entry.object);
-        let begin = u64::from(entry.extent_at);
-        let range = begin..begin + u64::from(entry.extent_length);
-        let access = self.access.of(entry.ancestor)?;
-        let Some(bytes) = access.read(name, range).await? else {
-            return Err(Failure::Lost(name));
-        };
-        let extent = Extent { offset: 0, length: entry.extent_length, checksum: entry.checksum };
-        extent.verify(&bytes).map_err(|damage| Failure::Damaged { name, damage })?;
-        Ok(bytes)
     }
 }

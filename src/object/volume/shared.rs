@@ -8,6 +8,7 @@ use std::task::{Poll, Waker};
 
 use super::Config;
 use super::access::{Access, Failure};
+use super::ahead::ReadAhead;
 use super::snapshots::Snapshots;
 use super::table::{self, Missing, inherited_entries, inherited_pages};
 use super::tail::Tail;
@@ -47,6 +48,7 @@ pub(super) struct State {
     pub(super) garbage: Garbage,
     pub(super) checkpoints: Checkpoints,
     pub(super) snapshots: Snapshots,
+    pub(super) ahead: ReadAhead,
     /// The size in bytes after the slots that were applied.
     pub(super) applied_size: u64,
     pub(super) pause: Pause,
@@ -175,6 +177,7 @@ impl Shared {
             garbage: Garbage::default(),
             checkpoints: Checkpoints::default(),
             snapshots: Snapshots::default(),
+            ahead: ReadAhead::new(config.read_ahead_bytes),
             applied_size: size,
             pause: Pause::default(),
             failure: None,

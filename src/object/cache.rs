@@ -1,0 +1,29 @@
+//! A cache of extents as they were read from the store, for example on a local disk.
+//!
+//! A cache may lose anything at any moment. What it returns is verified like bytes of the store, so wrong bytes cost a
+//! read of the store and are never served.
+
+use crate::name::{Position, VolumeId};
+use crate::store::Pending;
+
+/// The bytes of an extent in a log object. They never change, because no name of an object is used again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Key {
+    /// The volume of the object: the one that is open, or one from which it was cloned.
+    pub volume: VolumeId,
+    /// The log object.
+    pub object: Position,
+    /// The first byte in the object, header included.
+    pub at: u32,
+    /// The length in bytes.
+    pub length: u32,
+}
+
+/// A cache. Calls are made on the thread of the volume, so they must not block.
+pub trait Cache: Send + Sync {
+    /// Returns the bytes of an extent, if the cache has them.
+    fn get(&self, key: Key) -> Pending<'_, Option<Vec<u8>>>;
+
+    /// Offers the bytes of an extent. The cache may ignore them.
+    fn put(&self, key: Key, bytes: &[u8]);
+}

@@ -1,0 +1,173 @@
+//! Which reads are sequential, and what was read ahead of them: a memory of a fixed size.
+//!
+//! The memory has extents by their places in objects, which never change. So a write needs not remove anything from it:
+//! the map no longer refers to the old place.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::stored::Stored;
+
+/// The sequential reads that are followed at the same time.
+const STREAMS: usize = 4;
+
+/// The bytes that are read one after the other before the next ones are read ahead.
+const MIN_SEQUENTIAL_BYTES: u64 = if cfg!(test) { 512 } else { 256 << 10 };
+
+/// How far requests of one stream may overtake each other, in bytes.
+const SLACK_BYTES: u64 = 1 << 20;
+
+/// The bytes of one step.
+const STEP_BYTES: u64 = if cfg!(test) { 8 << 10 } else { 1 << 20 };
+
+/// What the memory has of an extent.
+#[derive(Debug, Clone)]
+pub(super) enum Loaded {
+    /// It is being read.
+    Running,
+    /// Its content.
+    Ready(Arc<[u8]>),
+}
+
+/// Reads that follow each other.
+#[derive(Debug, Clone, Copy, Default)]
+struct Stream {
+    /// The end of the last one.
+    end: u64,
+    /// The length of all of them.
+    length: u64,
+    /// The end of what was read ahead.
+    ahead: u64,
+    /// When it was used last.
+    tick: u64,
+}
+
+/// The streams, and what was read ahead.
+pub(super) struct ReadAhead {
+    /// The maximum of `bytes`; 0: nothing is read ahead.
+    max_bytes: u64,
+    streams: [Stream; STREAMS],
+    tick: u64,
+    extents: BTreeMap<Stored, Loaded>,
+    /// The extents in the order in which they were added. Some are gone.
+    order: VecDeque<Stored>,
+    /// The bytes of the extents.
+    bytes: u64,
+}
+
+impl ReadAhead {
+    pub(super) fn new(max_bytes: usize) -> Self {
+        Self {
+            max_bytes: max_bytes as u64,
+            streams: [Stream::default(); STREAMS],
+            tick: 0,
+            extents: BTreeMap::new(),
+            order: VecDeque::new(),
+            bytes: 0,
+        }
+    }
+
+    /// The memory in use, in bytes.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Counts a read. Returns whether more is to be read ahead.
+    pub(super) fn note(&mut self, offset: u64, length: u64) -> bool {
+        if self.max_bytes == 0 {
+            return false;
+        }
+        self.tick += 1;
+        let near = |stream: &Stream| {
+            stream.length > 0
+                && offset <= stream.end + SLACK_BYTES
+                && offset + length > stream.end.saturating_sub(SLACK_BYTES)
+        };
+        let found = self.streams.iter().position(|stream| stream.end == offset);
+        let found = found.or_else(|| {
+            // Requests that are in flight together arrive in any order.
+            let followed = |stream: &Stream| stream.length >= MIN_SEQUENTIAL_BYTES && near(stream);
+            self.streams.iter().position(followed)
+        });
+        let oldest = (0..STREAMS).min_by_key(|at| self.streams[*at].tick).unwrap_or(0);
+        let stream = &mut self.streams[found.unwrap_or(oldest)];
+        if found.is_none() {
+            *stream = Stream { end: offset, length: 0, ahead: 0, tick: 0 };
+        }
+        // A range that is read again is no progress.
+        let end = stream.end.max(offset + length);
+        stream.length = stream.length.saturating_add(length.min(end - stream.end));
+        stream.end = end;
+        stream.tick = self.tick;
+        stream.ahead = stream.ahead.max(stream.end);
+        stream.wants(self.max_bytes)
+    }
+
+    /// Returns the next range to read ahead, in a volume of this size.
+    pub(super) fn next(&mut self, size: u64) -> Option<Range<u64>> {
+        let max_bytes = self.max_bytes;
+        let wanting = |stream: &&mut Stream| stream.wants(max_bytes) && stream.ahead < size;
+        let newest = self.streams.iter_mut().filter(wanting).max_by_key(|stream| stream.tick)?;
+        let range = newest.ahead..size.min(newest.ahead + STEP_BYTES);
+        newest.ahead = range.end;
+        Some(range)
+    }
+
+    /// Adds an extent that is about to be read. Returns false if it is there already, or if there is no room.
+    pub(super) fn begin(&mut self, stored: Stored) -> bool {
+        let length = u64::from(stored.length);
+        while self.bytes + length > self.max_bytes {
+            let Some(oldest) = self.order.pop_front() else { break };
+            match self.extents.get(&oldest) {
+                Some(Loaded::Running) => {
+                    self.order.push_front(oldest);
+                    break;
+                }
+                Some(Loaded::Ready(_)) => self.remove(&oldest),
+                None => {}
+            }
+        }
+        if self.bytes + length > self.max_bytes || self.extents.contains_key(&stored) {
+            return false;
+        }
+        self.bytes += length;
+        self.extents.insert(stored, Loaded::Running);
+        // An extent that was used and is read again is there twice. The number of such entries is bounded here.
+        if self.order.len() > 2 * self.extents.len() {
+            let extents = &self.extents;
+            self.order.retain(|stored| extents.contains_key(stored));
+        }
+        self.order.push_back(stored);
+        true
+    }
+
+    pub(super) fn end(&mut self, stored: Stored, data: &[u8]) {
+        if let Some(loaded) = self.extents.get_mut(&stored) {
+            *loaded = Loaded::Ready(data.into());
+        }
+    }
+
+    pub(super) fn remove(&mut self, stored: &Stored) {
+        if self.extents.remove(stored).is_some() {
+            self.bytes -= u64::from(stored.length);
+        }
+    }
+
+    /// Returns an extent, and removes it if it `is_used`.
+    pub(super) fn get(&mut self, stored: &Stored, is_used: bool) -> Option<Loaded> {
+        let found = self.extents.get(stored)?.clone();
+        if is_used && matches!(found, Loaded::Ready(_)) {
+            self.remove(stored);
+        }
+        Some(found)
+    }
+}
+
+impl Stream {
+    /// Whether another step is to be read ahead: up to four times of what was read already, and half of the memory.
+    fn wants(&self, max_bytes: u64) -> bool {
+        let window = self.length.saturating_mul(4).min(max_bytes / 2);
+        self.length >= MIN_SEQUENTIAL_BYTES && self.ahead + STEP_BYTES <= self.end + window
+    }
+}

@@ -1,0 +1,130 @@
+//! Bytes of extents: from the cache, or from the store with as few reads as possible.
+//!
+//! Two steps: the stored bytes of an extent are fetched, and then the extent is opened, which verifies it.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use super::access::Failure;
+use super::shared::Shared;
+use super::stored::Stored;
+use super::tasks::{Part, all};
+use crate::codec::{Entry, Extent};
+use crate::name::Name;
+
+/// The reads of objects that one request has in flight.
+pub(super) const READS_IN_FLIGHT: usize = 16;
+
+/// An extent that a request needs.
+pub(super) trait Need: Send {
+    /// An entry of the extent.
+    fn entry(&self) -> &Entry;
+
+    /// Takes the content of the extent.
+    fn take(self, data: &[u8]);
+}
+
+/// Extents that one read of an object has.
+struct Run<N> {
+    needs: Vec<N>,
+    first: Stored,
+    /// The one that ends last.
+    last: Stored,
+}
+
+impl Shared {
+    /// Fetches and opens extents, which must be in the order of [`Stored`], each once.
+    ///
+    /// # Errors
+    /// Returns the first failure. Some of the extents may have been taken.
+    pub(super) async fn fetch<N: Need>(&self, needs: Vec<N>) -> Result<(), Failure> {
+        let rest = match self.access.has_cache() {
+            true => self.fetch_cached(needs).await?,
+            false => needs,
+        };
+        let runs = runs(rest).into_iter();
+        let runs = runs.map(|run| -> Part<'_, _> { Box::pin(self.fetch_run(run)) });
+        all(runs, READS_IN_FLIGHT).await.map(drop)
+    }
+
+    /// Takes what the cache has, and returns the rest.
+    async fn fetch_cached<N: Need>(&self, needs: Vec<N>) -> Result<Vec<N>, Failure> {
+        let reads = needs.into_iter().map(|need| -> Part<'_, Result<Option<N>, Failure>> {
+            Box::pin(async move {
+                let stored = Stored::of(need.entry());
+                let access = self.access.of(stored.ancestor())?;
+                let key = stored.key(access.volume);
+                let Some(bytes) = access.cached(key).await else { return Ok(Some(need)) };
+                // The bytes of the cache prove nothing: another process may have changed them.
+                match open(need.entry(), &bytes) {
+                    Ok(data) => need.take(&data),
+                    Err(_) => return Ok(Some(need)),
+                }
+                Ok(None)
+            })
+        });
+        Ok(all(reads, READS_IN_FLIGHT).await?.into_iter().flatten().collect())
+    }
+
+    /// Reads the extents of a run with one read, and keeps them in the cache.
+    async fn fetch_run<N: Need>(&self, run: Run<N>) -> Result<(), Failure> {
+        let Run { needs, first, last } = run;
+        let name = first.name();
+        let access = self.access.of(first.ancestor())?;
+        let range = first.begin()..last.end();
+        let bytes = access.read(name, range.clone()).await?.ok_or(Failure::Lost(name))?;
+        for need in needs {
+            let stored = Stored::of(need.entry());
+            let bytes = part(&bytes, stored.begin() - range.start..stored.end() - range.start);
+            let data = open(need.entry(), bytes)?;
+            access.cache(stored.key(access.volume), bytes);
+            need.take(&data);
+        }
+        Ok(())
+    }
+
+    /// Reads and opens the extent of an entry from the store.
+    pub(super) async fn read_extent(&self, entry: &Entry) -> Result<Vec<u8>, Failure> {
+        let stored = Stored::of(entry);
+        let name = stored.name();
+        let access = self.access.of(stored.ancestor())?;
+        let bytes = access.read(name, stored.begin()..stored.end()).await?;
+        let bytes = bytes.ok_or(Failure::Lost(name))?;
+        open(entry, &bytes).map(Cow::into_owned)
+    }
+}
+
+/// Verifies the stored bytes of an extent, and returns its content.
+pub(super) fn open<'a>(entry: &Entry, bytes: &'a [u8]) -> Result<Cow<'a, [u8]>, Failure> {
+    let extent = Extent { offset: 0, length: entry.extent_length, checksum: entry.checksum };
+    let stored = Stored::of(entry);
+    let (name, range) = (Name::Slot(entry.object), Some(stored.begin()..stored.end()));
+    match extent.verify(bytes) {
+        Ok(()) => Ok(Cow::Borrowed(bytes)),
+        Err(damage) => Err(Failure::Damaged { name, range, damage }),
+    }
+}
+
+/// Joins extents that are near each other in the same object.
+fn runs<N: Need>(needs: Vec<N>) -> Vec<Run<N>> {
+    let mut runs: Vec<Run<N>> = Vec::new();
+    for need in needs {
+        let stored = Stored::of(need.entry());
+        match runs.last_mut().filter(|run| stored.continues(&run.first, &run.last)) {
+            Some(run) => {
+                run.needs.push(need);
+                if stored.end() > run.last.end() {
+                    run.last = stored;
+                }
+            }
+            None => runs.push(Run { needs: vec![need], first: stored, last: stored }),
+        }
+    }
+    runs
+}
+
+/// Returns the part of an object that is there. An object that is too short does not pass the verification.
+fn part(bytes: &[u8], range: Range<u64>) -> &[u8] {
+    let [begin, end] = [range.start, range.end].map(|at| usize::try_from(at).unwrap_or(usize::MAX));
+    bytes.get(begin..end).unwrap_or_default()
+}

@@ -1,0 +1,169 @@
+//! Reads: the tail of the log, then what was read ahead, then the cache and the store.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::access::Failure;
+use super::ahead::Loaded;
+use super::fetch::{Need, READS_IN_FLIGHT};
+use super::shared::Shared;
+use super::stored::Stored;
+use super::tasks::{Part, all};
+use crate::codec::Entry;
+
+/// How often a read looks the range up again because its object was deleted.
+const MAX_LOOKUPS: u32 = 16;
+
+/// The bytes of a request that are read at the same time.
+const SPAN_BYTES: usize = 4 << 20;
+
+/// A part of an extent, and where its bytes go.
+struct Piece<'a> {
+    entry: Entry,
+    target: &'a mut [u8],
+}
+
+/// An extent with the parts that a request needs.
+struct Wanted<'a>(Vec<Piece<'a>>);
+
+impl Need for Wanted<'_> {
+    fn entry(&self) -> &Entry {
+        &self.0[0].entry
+    }
+
+    fn take(self, data: &[u8]) {
+        for Piece { entry, target } in self.0 {
+            target.copy_from_slice(&data[entry.skip as usize..][..entry.length as usize]);
+        }
+    }
+}
+
+impl Shared {
+    pub(super) async fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), Failure> {
+        self.check_range(offset, buffer.len() as u64)?;
+        self.note_read(offset, buffer.len() as u64);
+        let mut offset = offset;
+        for part in buffer.chunks_mut(SPAN_BYTES) {
+            self.read_span(offset, part).await?;
+            offset += part.len() as u64;
+        }
+        Ok(())
+    }
+
+    async fn read_span(&self, offset: u64, buffer: &mut [u8]) -> Result<(), Failure> {
+        let mut lookups = 0;
+        loop {
+            let entries = self.look_up_pages(offset, buffer).await?;
+            match self.fill(entries, buffer).await {
+                // The collector has relocated the data, or a trim has removed it.
+                Err(Failure::Lost(_)) if lookups < MAX_LOOKUPS => lookups += 1,
+                Err(Failure::Lost(name)) => return Err(self.lost(name).await),
+                other => return other,
+            }
+        }
+    }
+
+    /// Copies what is in the tail to `buffer`, and returns the places of the rest, in order: the position in the
+    /// buffer, and the part of an extent.
+    async fn look_up_pages(
+        &self,
+        offset: u64,
+        buffer: &mut [u8],
+    ) -> Result<Vec<(usize, Entry)>, Failure> {
+        let mut parts: Vec<Part<'_, Result<Vec<(usize, Entry)>, Failure>>> = Vec::new();
+        let (mut at, mut rest) = (0, buffer);
+        while !rest.is_empty() {
+            let begin = offset + at as u64;
+            let in_page = self.page_bytes - begin % self.page_bytes;
+            let length = usize::try_from(in_page).unwrap_or(usize::MAX).min(rest.len());
+            let (part, next) = rest.split_at_mut(length);
+            parts.push(Box::pin(async move {
+                let entries = self.look_up(begin, part).await?;
+                Ok(entries.into_iter().map(|(place, entry)| (at + place, entry)).collect())
+            }));
+            (at, rest) = (at + length, next);
+        }
+        Ok(all(parts, READS_IN_FLIGHT).await?.into_iter().flatten().collect())
+    }
+
+    /// The same within one page.
+    async fn look_up(
+        &self,
+        offset: u64,
+        buffer: &mut [u8],
+    ) -> Result<Vec<(usize, Entry)>, Failure> {
+        let number = offset / self.page_bytes;
+        let base = number * self.page_bytes;
+        self.with_map(|state| {
+            state.map.leaf(number)?;
+            let rest = state.tail.read(offset, buffer);
+            let page = state.map.leaf(number)?;
+            let mut entries = Vec::new();
+            for range in rest {
+                let [begin, end] = [range.start, range.end].map(|at| at - offset);
+                let [begin, end] = [begin, end].map(|at| usize::try_from(at).unwrap_or(usize::MAX));
+                buffer[begin..end].fill(0);
+                let Some(page) = page else { continue };
+                let [first, last] = [range.start, range.end].map(|at| at - base);
+                let [first, last] = [first, last].map(|at| u32::try_from(at).unwrap_or(u32::MAX));
+                for (piece, entry) in page.pieces(first..last) {
+                    let Some(entry) = entry else { continue };
+                    let skip = entry.skip + (piece.start - entry.offset);
+                    let (length, at) = (piece.end - piece.start, (piece.start - first) as usize);
+                    entries
+                        .push((begin + at, Entry { offset: piece.start, length, skip, ..*entry }));
+                }
+            }
+            Ok(entries)
+        })
+        .await
+    }
+
+    /// Reads the parts of extents to their positions in `buffer`.
+    async fn fill(&self, entries: Vec<(usize, Entry)>, buffer: &mut [u8]) -> Result<(), Failure> {
+        let mut extents: BTreeMap<Stored, Wanted<'_>> = BTreeMap::new();
+        let (mut at, mut rest) = (0, buffer);
+        for (begin, entry) in entries {
+            let (_, behind) = rest.split_at_mut(begin - at);
+            let (target, next) = behind.split_at_mut(entry.length as usize);
+            let wanted = extents.entry(Stored::of(&entry)).or_insert(Wanted(Vec::new()));
+            wanted.0.push(Piece { entry, target });
+            (at, rest) = (begin + entry.length as usize, next);
+        }
+        let (mut loading, mut others) = (Vec::new(), Vec::new());
+        for (stored, wanted) in extents {
+            match self.ahead(&stored, wanted.0.last().map(|piece| &piece.entry)) {
+                Some(Loaded::Ready(data)) => wanted.take(&data),
+                Some(Loaded::Running) => loading.push((stored, wanted)),
+                None => others.push(wanted),
+            }
+        }
+        self.fetch(others).await?;
+        let mut others = Vec::new();
+        for (stored, wanted) in loading {
+            match self.loaded(&stored).await? {
+                Some(data) => wanted.take(&data),
+                None => others.push(wanted),
+            }
+        }
+        self.fetch(others).await
+    }
+
+    /// Returns an extent that was read ahead, or is being read. `last` is the last part of it that a request needs: with
+    /// its end, the extent is not kept any longer.
+    fn ahead(&self, stored: &Stored, last: Option<&Entry>) -> Option<Loaded> {
+        let mut state = self.lock();
+        let is_used = last.is_some_and(|last| last.skip + last.length == last.extent_length);
+        state.ahead.get(stored, is_used)
+    }
+
+    /// Waits until an extent is no longer being read ahead.
+    async fn loaded(&self, stored: &Stored) -> Result<Option<Arc<[u8]>>, Failure> {
+        self.wait(|state| match state.ahead.get(stored, false) {
+            Some(Loaded::Running) => None,
+            Some(Loaded::Ready(data)) => Some(Some(data)),
+            None => Some(None),
+        })
+        .await
+    }
+}

@@ -1,0 +1,62 @@
+//! The place of an extent in the store.
+
+use crate::cache::Key;
+use crate::codec::Entry;
+use crate::name::{Name, Position, VolumeId};
+
+/// The bytes between two extents that are read in vain to save a read.
+const MAX_GAP_BYTES: u64 = 64 << 10;
+
+/// The maximum length of one read in bytes.
+const MAX_RUN_BYTES: u64 = 1 << 20;
+
+/// The bytes of an extent in its object. Entries with the same one are parts of the same extent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Stored {
+    /// The volume of the object: 0 is this one, 1 its parent, and so on.
+    ancestor: u8,
+    object: Position,
+    at: u32,
+    pub(super) length: u32,
+}
+
+impl Stored {
+    /// The extent of an entry.
+    pub(super) fn of(entry: &Entry) -> Self {
+        let Entry { ancestor, object, extent_at, extent_length, .. } = *entry;
+        Self { ancestor, object, at: extent_at, length: extent_length }
+    }
+
+    /// The volume of the object.
+    pub(super) fn ancestor(&self) -> u8 {
+        self.ancestor
+    }
+
+    /// The name of the object.
+    pub(super) fn name(&self) -> Name {
+        Name::Slot(self.object)
+    }
+
+    /// The key of its bytes in a cache, in an object of `volume`.
+    pub(super) fn key(&self, volume: VolumeId) -> Key {
+        Key { volume, object: self.object, at: self.at, length: self.length }
+    }
+
+    /// The first byte in the object.
+    pub(super) fn begin(&self) -> u64 {
+        self.at.into()
+    }
+
+    /// The byte behind the last one.
+    pub(super) fn end(&self) -> u64 {
+        u64::from(self.at) + u64::from(self.length)
+    }
+
+    /// Whether one read can have this extent, and those from `first` to `last`, which precede it.
+    pub(super) fn continues(&self, first: &Self, last: &Self) -> bool {
+        let is_same = (self.ancestor, self.object) == (first.ancestor, first.object);
+        is_same
+            && self.begin() <= last.end() + MAX_GAP_BYTES
+            && self.end().max(last.end()) - first.begin() <= MAX_RUN_BYTES
+    }
+}
