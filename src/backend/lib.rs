@@ -49,7 +49,8 @@ pub use registry::{Registry, Unavailable};
 pub use secret::Credentials;
 pub use spec::store;
 pub use spec::{
-    Backend, Confinement, Nested, Network, OpenOptions, StoreParser, StoreSpec, Stored, VolumeSpec,
+    Backend, CACHE_FILE_BYTES, Confinement, MAX_CACHE_FILES, Nested, Network, OpenOptions,
+    StoreParser, StoreSpec, Stored, VolumeSpec,
 };
 pub use waker::Waker;
 

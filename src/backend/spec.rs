@@ -148,6 +148,11 @@ pub trait VolumeSpec: fmt::Debug + Send + Sync {
         0
     }
 
+    /// Returns whether the volume can keep data that it has read in a local cache ([`OpenOptions::cache_files`]).
+    fn uses_cache(&self) -> bool {
+        false
+    }
+
     /// Returns what a user of this machine should know before the volume is opened.
     fn warning(&self) -> Option<String> {
         None
@@ -273,7 +278,17 @@ pub struct OpenOptions {
     /// A file of [`VolumeSpec::tail_bytes`] that only the processes of this mapping use, one after the other. Without
     /// it, the volume acknowledges no write before it is durable. It was empty for the first process.
     pub tail_file: Option<Arc<OwnedFd>>,
+    /// Files of at most [`CACHE_FILE_BYTES`] for a cache, which only the processes of this mapping use. They may have
+    /// what an earlier process has written, or anything else. Without files there is no cache.
+    pub cache_files: Vec<Arc<OwnedFd>>,
 }
+
+/// The maximum length of a file of a cache, in bytes: that of a tail file, because one limit holds for all files that a
+/// worker writes.
+pub const CACHE_FILE_BYTES: u64 = 32 << 20;
+
+/// The maximum number of files of a cache: a message to a worker has descriptors for them.
+pub const MAX_CACHE_FILES: usize = 64;
 
 /// When a process that serves a volume can give up its access to the system, and which access it keeps.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -113,6 +113,7 @@ pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
             credentials: CredentialSet::default(),
             expected: None,
             tail_file: None,
+            cache_files: Vec::new(),
         },
         connections: usize::from(args.connections),
         export_name: args.export_name,

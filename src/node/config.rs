@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use crate::config_values::{duration, path_or_none};
+use crate::cache_config::CacheConfig;
+use crate::config_values::{duration, path_or_none, size_or_zero};
 use crate::csi_config::CsiConfig;
 use crate::workers::UserRange;
-use cleat_backend::uri::parse_size_or_zero;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::policy::{BusyPoll, OnOutage, Policy, RateLimits};
 use cleat_telemetry::{Format, Log};
@@ -61,6 +61,8 @@ pub struct Config {
     pub limits: Limits,
     /// Worker processes.
     pub workers: WorkersConfig,
+    /// The local cache of volumes.
+    pub cache: CacheConfig,
     /// The metrics endpoint.
     pub metrics: MetricsConfig,
     /// The CSI driver.
@@ -193,6 +195,7 @@ impl Default for Config {
             map: MapConfig::default(),
             limits: Limits::default(),
             workers: WorkersConfig::default(),
+            cache: CacheConfig::default(),
             metrics: MetricsConfig::default(),
             csi: CsiConfig::default(),
         }
@@ -316,6 +319,7 @@ impl Config {
             ("socket", self.socket.as_ref()),
             ("map.quiesce_hook", self.map.quiesce_hook.as_ref()),
             ("workers.cgroup", self.workers.cgroup.as_ref()),
+            ("cache.directory", self.cache.directory.as_ref()),
         ] {
             if path.is_some_and(|path| !path.is_absolute()) {
                 return invalid(key, "must be an absolute path".to_owned());
@@ -362,6 +366,9 @@ impl Config {
         if !(1..=65536).contains(&self.limits.mappings) {
             return invalid("limits.mappings", "must be 1 to 65536".to_owned());
         }
+        if let Err(why) = self.cache.check() {
+            return invalid("cache.volume_bytes", why);
+        }
         if let Err(why) = self.metrics.check() {
             return invalid("metrics.listen", why);
         }
@@ -381,12 +388,6 @@ fn read(path: &Path) -> std::io::Result<String> {
         return Err(std::io::Error::other(format!("it is longer than {MAX_FILE} bytes")));
     }
     Ok(text)
-}
-
-/// Reads a size such as "100M"; "0" means none.
-fn size_or_zero<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
-    let text = String::deserialize(deserializer)?;
-    parse_size_or_zero(&text).map_err(|error| serde::de::Error::custom(error.message()))
 }
 
 /// Reads a range of users such as "2100000000-2100065535".
@@ -463,6 +464,8 @@ mod tests {
             "allow_missing",
             "cgroup",
             "upgrade_at_start",
+            "directory",
+            "volume_bytes",
             "listen",
             "socket_mode",
             "allow_remote",
@@ -496,6 +499,8 @@ mod tests {
             ("[map]\nbps = \"fast\"", "\"fast\" is not a size"),
             ("[map]\nbusy_poll = \"on\"", "auto"),
             ("[limits]\nmappings = 0", "limits.mappings must be 1 to 65536"),
+            ("[cache]\nvolume_bytes = \"3G\"", "cache.volume_bytes must be 32M to 2G"),
+            ("[cache]\ndirectory = \"c\"", "cache.directory must be an absolute path"),
             ("[workers]\nusers = \"0-100\"", "2100000000"),
             ("[workers]\nallow_missing = [\"all\"]", "empty-root"),
             ("[workers]\ncgroup = \"cleat-workers\"", "workers.cgroup must be an absolute path"),

@@ -18,6 +18,7 @@
 mod actions;
 mod api;
 pub mod blocking;
+pub mod cache_config;
 pub mod config;
 mod config_values;
 mod context;

@@ -7,7 +7,7 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::context::Context;
 use crate::planner::{DeviceProperties, READ_ONLY, Record};
-use cleat_backend::VolumeIdentity;
+use cleat_backend::{MAX_CACHE_FILES, VolumeIdentity};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_worker_protocol::protocol::{ProtocolVersions, Ready, Start};
 
@@ -52,6 +52,7 @@ pub(crate) fn start_message(cx: &Context, record: &Record, successor: bool) -> S
         credentials: Vec::new(),
         grant: record.grant,
         tail_bytes: tail_bytes(cx, record),
+        cache_files: cache_files(cx, record),
     }
 }
 
@@ -61,6 +62,15 @@ fn tail_bytes(cx: &Context, record: &Record) -> u64 {
     match record.options.read_only {
         true => 0,
         false => volume.map_or(0, |volume| volume.spec().tail_bytes()),
+    }
+}
+
+/// Returns how many files of a cache the worker of a mapping can use.
+fn cache_files(cx: &Context, record: &Record) -> usize {
+    let volume = cx.registry.volume(&record.uri);
+    match volume.is_ok_and(|volume| volume.spec().uses_cache()) {
+        true => MAX_CACHE_FILES,
+        false => 0,
     }
 }
 

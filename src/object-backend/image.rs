@@ -16,12 +16,14 @@ use cleat_backend::{
 use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, Result};
 use cleat_core::volume::{BlockSizes, Features};
+use cleat_object::cache::Cache;
 use cleat_object::codec::Description;
 use cleat_object::name::{SnapshotId, VolumeId};
 use cleat_object::store::Store;
 use cleat_object::volume::{Config, Keep, Place};
 use cleat_sys::ring::Ring;
 
+use crate::cache::FileCache;
 use crate::claim::decision::Purpose;
 use crate::connection::Connection;
 use crate::errors::{no_snapshot, wait};
@@ -48,6 +50,7 @@ pub(crate) struct ObjectImage {
     claimant: Claimant,
     /// The tail memory, for a writer.
     keep: Option<Keep>,
+    cache: Option<Arc<dyn Cache>>,
     read_only: bool,
     shared: Arc<Shared>,
     /// The claim of this process, and its futures. `None` for a reader, and while the volume is released.
@@ -63,6 +66,13 @@ pub(crate) fn identity(volume: VolumeId) -> VolumeIdentity {
 
 fn snapshot_identity(description: &Description, id: SnapshotId) -> VolumeIdentity {
     VolumeIdentity::new(format!("snapshot {id} of object volume {}", description.volume))
+}
+
+fn with_cache(place: Place, cache: Option<&Arc<dyn Cache>>) -> Place {
+    match cache {
+        Some(cache) => place.with_cache(cache),
+        None => place,
+    }
 }
 
 /// Finds a snapshot by its name.
@@ -115,6 +125,11 @@ impl ObjectImage {
         let dynamic: Arc<dyn Store> = Arc::<Watched>::clone(&store);
         let place =
             wait(&name, after(CALL_TIMEOUT), parents::find(&*connection, dynamic, nonce()?))?;
+        let cache: Option<Arc<dyn Cache>> = match options.cache_files.as_slice() {
+            [] => None,
+            files => Some(Arc::new(FileCache::open(files)?)),
+        };
+        let place = with_cache(place, cache.as_ref());
         let snapshot = match &spec.snapshot {
             Some(snapshot) => Some(find_snapshot(&place, &name, snapshot)?),
             None => None,
@@ -137,6 +152,7 @@ impl ObjectImage {
             identity,
             claimant: options.claimant.clone(),
             keep,
+            cache,
             read_only: options.read_only || snapshot.is_some(),
             shared: Arc::new(Shared::new(name, executor.spawner(), size, snapshot)),
             serving: Mutex::new(None),
@@ -157,11 +173,9 @@ impl ObjectImage {
     /// Finds the volume again, to claim it with a new identity.
     fn place(&self) -> Result<Place> {
         let store: Arc<dyn Store> = Arc::<Watched>::clone(&self.store);
-        wait(
-            &self.shared.name,
-            after(CALL_TIMEOUT),
-            parents::find(&*self.connection, store, nonce()?),
-        )
+        let found = parents::find(&*self.connection, store, nonce()?);
+        let place = wait(&self.shared.name, after(CALL_TIMEOUT), found)?;
+        Ok(with_cache(place, self.cache.as_ref()))
     }
 
     fn serving(&self) -> MutexGuard<'_, Option<Serving>> {

@@ -19,6 +19,7 @@
 //! write by a volume that is open read-only.
 
 mod ask;
+mod cache;
 mod check;
 mod claim;
 mod clones;

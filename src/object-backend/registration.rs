@@ -131,6 +131,10 @@ impl VolumeSpec for VolumeAt {
         TAIL_BYTES
     }
 
+    fn uses_cache(&self) -> bool {
+        true
+    }
+
     fn fence(&self) -> Result<Option<Box<dyn Fence>>> {
         Ok(Some(Box::new(ObjectFence(self.clone()))))
     }

@@ -52,7 +52,7 @@ pub struct ProtocolVersions {
 pub enum ToWorker {
     /// The first message on an inherited channel. Descriptors: a listening SOCK_SEQPACKET socket (the control
     /// socket, for later supervisors) and a memory file for the statistics page; then the tail file, if
-    /// `tail_bytes` is not 0; then the files of `credentials`; for a successor, then the descriptors of its
+    /// `tail_bytes` is not 0; then the files of the cache, `cache_files` of them; then the files of `credentials`; for a successor, then the descriptors of its
     /// predecessor's `HandoverPrepared`. Answered by `Ready` or `Failed`.
     Start(Box<Start>),
     /// The first message on an inherited channel to a worker without a volume, for a device that no worker
@@ -203,6 +203,9 @@ pub struct Start {
     /// The length of the tail file in bytes, see `backend::OpenOptions`; 0 without one.
     #[serde(default)]
     pub tail_bytes: u64,
+    /// The number of files of the cache, see `backend::OpenOptions`.
+    #[serde(default)]
+    pub cache_files: usize,
 }
 
 /// Returns the number of connections for a supervisor that does not name one.

@@ -22,7 +22,6 @@ mod places;
 mod rbd;
 mod syncs;
 
-use cleat_backend::OpenOptions;
 use client::Local;
 use places::Place;
 use test_kit::temp::{in_memory, on_disk};
@@ -35,7 +34,7 @@ macro_rules! suite {
 
             fn run(check: impl Fn(&dyn client::Volume)) {
                 let place: Place = $place;
-                check(&Local::open(&place.uri(places::SIZE), OpenOptions::default()));
+                check(&Local::open(&place.uri(places::SIZE), place.open_options()));
             }
 
             #[test]
@@ -119,6 +118,7 @@ suite! {
     objects_in_a_directory: Place::objects();
     objects_in_s3: Place::s3();
     objects_of_a_clone: Place::clones();
+    objects_with_a_cache: Place::objects().with_cache();
 }
 
 #[cfg(feature = "fault")]

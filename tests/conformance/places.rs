@@ -1,11 +1,13 @@
 //! Sources of new volumes: memory, directories, loop devices, a Ceph cluster.
 
 use std::ops::ControlFlow;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
 
 use cleat::backends::REGISTRY;
+use cleat_backend::OpenOptions;
 use cleat_backend::store::{Layout, Page, Removal, Source};
 use cleat_backend::uri::VolumeUri;
 use librbd::{Cluster, Config, NewImage, Pool};
@@ -21,6 +23,7 @@ pub const SIZE: u64 = 64 << 20;
 pub struct Place {
     kind: Kind,
     options: String,
+    has_cache: bool,
     directory: TempDir,
     attached: std::cell::RefCell<Vec<String>>,
 }
@@ -51,6 +54,7 @@ impl Place {
         Self {
             kind,
             options: options.to_owned(),
+            has_cache: false,
             directory: tempfile::Builder::new().prefix("cleat-").tempdir_in(directory).unwrap(),
             attached: std::cell::RefCell::default(),
         }
@@ -78,6 +82,20 @@ impl Place {
         let mut place = Self::new(Kind::Mem, on_disk(), "");
         place.kind = Kind::Objects { store: format!("dir:{}", place.directory.path().display()) };
         place
+    }
+
+    /// Returns the same source, whose volumes are opened with a cache.
+    pub fn with_cache(mut self) -> Self {
+        self.has_cache = true;
+        self
+    }
+
+    /// Returns how its volumes are opened. The files of a cache are removed when the volume is closed.
+    pub fn open_options(&self) -> OpenOptions {
+        let count = if self.has_cache { 4 } else { 0 };
+        let file = || OwnedFd::from(tempfile::tempfile_in(self.directory.path()).unwrap());
+        let cache_files = (0..count).map(|_| Arc::new(file())).collect();
+        OpenOptions { cache_files, ..OpenOptions::default() }
     }
 
     /// Returns a source of clones in a directory of their own.

@@ -55,6 +55,7 @@ pub fn start_message(uri: &str) -> Start {
         credentials: Vec::new(),
         grant: 0,
         tail_bytes: 0,
+        cache_files: 0,
     }
 }
 

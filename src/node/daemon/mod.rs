@@ -115,7 +115,7 @@ impl Node {
             urgent: kernel.urgent(),
             force_disconnected: ForceDisconnected::default(),
             kernel,
-            workers: Workers::new(parts.launcher, workers_dir, log, worker_events),
+            workers: Workers::new(parts.launcher, workers_dir, &config.cache, log, worker_events),
             starts: Semaphore::new(MAX_CONCURRENT_STARTS),
             unlocks: Semaphore::new(unlock::MAX_CONCURRENT),
             credential_opens: Arc::new(Semaphore::new(credentials::MAX_CONCURRENT)),

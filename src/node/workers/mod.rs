@@ -4,6 +4,7 @@
 //! supervisor finds it through its control socket, so the service manager's descriptor store is not
 //! needed.
 
+mod cache_files;
 mod link;
 mod log_pipe;
 mod process;
@@ -22,7 +23,9 @@ use std::sync::Arc;
 use tokio::sync::mpsc;
 
 use crate::blocking::blocking;
+use crate::cache_config::CacheConfig;
 use crate::planner::WorkerId;
+use cache_files::CacheFiles;
 use cleat_core::error::Result;
 use socket_owner::listener_of;
 use tail_files::TailFiles;
@@ -42,26 +45,30 @@ pub struct Workers {
     launcher: Arc<dyn Launcher>,
     pub(crate) sockets: ControlSockets,
     tails: TailFiles,
+    caches: CacheFiles,
     log: String,
     events: mpsc::Sender<WorkerEvent>,
 }
 
 impl Workers {
-    /// Creates the starter of workers. Their control sockets are in `directory`, and `log` is their log
-    /// setting.
+    /// Creates the starter of workers. Their control sockets are in `directory`, `cache` says where the files of their
+    /// caches are, and `log` is their log setting.
     pub fn new(
         launcher: Arc<dyn Launcher>,
         directory: PathBuf,
+        cache: &CacheConfig,
         log: String,
         events: mpsc::Sender<WorkerEvent>,
     ) -> Self {
         let tails = TailFiles::new(directory.clone());
-        Self { launcher, sockets: ControlSockets::new(directory), tails, log, events }
+        let (sockets, caches) = (ControlSockets::new(directory), CacheFiles::new(cache));
+        Self { launcher, sockets, tails, caches, log, events }
     }
 
-    /// Removes the control sockets and the tail file of a mapping that does not exist any more.
+    /// Removes the control sockets, the tail file and the cache of a mapping that does not exist any more.
     pub(crate) fn remove_files(&self, mapping_id: &str) {
         self.tails.remove(mapping_id);
+        self.caches.remove(mapping_id);
         // Last: a later supervisor finds what is left by the sockets.
         self.sockets.remove(mapping_id);
     }

@@ -149,8 +149,11 @@ impl Workers {
             if tail.is_none() {
                 start.tail_bytes = 0;
             }
+            let cache = self.caches.open(&start.mapping_id, start.cache_files);
+            start.cache_files = cache.len();
             let mut descriptors = vec![listener, file];
             descriptors.extend(tail);
+            descriptors.extend(cache);
             descriptors.extend(more);
             link.send(&ToWorker::Start(Box::new(start)), &descriptors)
                 .await

@@ -165,8 +165,10 @@ const ANY: &[c_long] = &[
     libc::SYS_writev,
     libc::SYS_close,
     libc::SYS_shutdown,
-    // The tail file.
+    // The tail file and the files of the cache.
     libc::SYS_pread64,
+    libc::SYS_preadv2,
+    libc::SYS_pwrite64,
     libc::SYS_pwritev,
     // Sizes and holes.
     libc::SYS_fallocate,

@@ -61,7 +61,8 @@ impl Session {
     /// Returns the descriptors that a successor opens the volume with.
     pub(super) fn prepare_handover(&self) -> Result<Answer> {
         let descriptors = self.handover()?.prepare()?.descriptors;
-        // The start message also carries the control socket, the page, the tail file and the credential files.
+        // The start message also carries the control socket, the page, the tail file and the credential files. A volume
+        // with a cache hands over no files.
         if descriptors.len() + self.start.credentials.len() > MAX_DESCRIPTORS - 3 {
             let message = format!(
                 "the volume cannot be handed over: {} descriptors do not fit a message",

@@ -58,6 +58,7 @@ fn start() -> Start {
         credentials: Vec::new(),
         grant: 0,
         tail_bytes: 0,
+        cache_files: 0,
     }
 }
 

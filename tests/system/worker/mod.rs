@@ -1,5 +1,6 @@
 //! The real worker process; the test takes the roles of the supervisor and of the kernel.
 
+mod caches;
 mod claims;
 mod credentials;
 mod fences;

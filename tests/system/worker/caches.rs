@@ -1,0 +1,88 @@
+//! A worker with a local cache in files, which it gets from the supervisor.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+use cleat_backend::CACHE_FILE_BYTES;
+use cleat_worker::protocol::{FromWorker, Start, ToWorker};
+use test_kit::nbd::kernel as nbd;
+use test_kit::wait;
+use test_kit::worker::Worker;
+
+use super::objects::{BLOCK, ObjectVolume, stamp};
+
+const BLOCKS: u64 = 64;
+
+fn files(directory: &Path, count: usize) -> Vec<File> {
+    let mut options = File::options();
+    options.read(true).write(true).create(true).truncate(false);
+    (0..count).map(|number| options.open(directory.join(number.to_string())).unwrap()).collect()
+}
+
+fn start(volume: &ObjectVolume, files: &[File]) -> (Worker, Vec<UnixStream>) {
+    let mut worker = Worker::launch();
+    let start = Start { cache_files: files.len(), ..volume.start() };
+    let descriptors: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+    worker.send_start_with(&start, &descriptors);
+    let answer = worker.receive();
+    assert!(matches!(answer, FromWorker::Ready(_)), "{answer:?}");
+    let sockets = worker.serve(1);
+    (worker, sockets)
+}
+
+fn stop(mut worker: Worker) {
+    worker.send(&ToWorker::Stop, &[]);
+    assert!(worker.exit().success(), "{}", worker.log());
+}
+
+/// Whether all blocks can be read.
+fn can_read(socket: &UnixStream) -> bool {
+    (0..BLOCKS).all(|number| {
+        nbd::send(socket, nbd::READ, number, number * u64::from(BLOCK), BLOCK, &[]);
+        let (_, error) = nbd::reply(socket);
+        if error == 0 {
+            let mut data = vec![0; BLOCK as usize];
+            std::io::Read::read_exact(&mut &*socket, &mut data).unwrap();
+            assert!(data == stamp(1, number), "block {number}");
+        }
+        error == 0
+    })
+}
+
+/// The objects are removed from the store, so only the cache can have the data.
+#[test]
+fn a_cache_survives_the_worker_and_may_be_wiped() {
+    let volume = ObjectVolume::in_directory();
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let files = files(directory.path(), 2);
+    let (worker, sockets) = start(&volume, &files);
+    for number in 0..BLOCKS {
+        let data = stamp(1, number);
+        assert_eq!(nbd::write(&sockets[0], number * u64::from(BLOCK), &data), 0);
+    }
+    stop(worker);
+    let objects = volume.objects();
+    let (worker, sockets) = start(&volume, &files);
+    wait::wait_until("the first checkpoint", || objects.join("ckpt").read_dir().is_ok());
+    assert!(can_read(&sockets[0]));
+    // A crash; what was read is in the files.
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    drop((worker, sockets));
+    let log = objects.join("log").join(format!("{:016x}", 1));
+    let saved = directory.path().join("saved");
+    std::fs::rename(&log, &saved).unwrap();
+    let (worker, sockets) = start(&volume, &files);
+    assert!(can_read(&sockets[0]));
+    // Wiped while it is in use.
+    files.iter().for_each(|file| file.set_len(0).unwrap());
+    assert!(!can_read(&sockets[0]), "nothing has the data any more");
+    std::fs::rename(&saved, &log).unwrap();
+    assert!(can_read(&sockets[0]));
+    assert!(can_read(&sockets[0]));
+    stop(worker);
+    for file in &files {
+        assert!(file.metadata().unwrap().len() <= CACHE_FILE_BYTES);
+    }
+}
