@@ -1,0 +1,249 @@
+//! `cargo bench --bench object_reads`: volumes of objects in a directory. The time of an open after a crash with a
+//! million extents; a sequential read, against the store's own reads of the same objects; random reads of 4 KiB with a
+//! local cache and without, against a volume in a file.
+
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::disallowed_methods,
+    clippy::print_stdout,
+    clippy::unwrap_used,
+    reason = "a benchmark measures real time, prints figures, and fails by panicking"
+)]
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
+
+use cleat::backends::REGISTRY;
+use cleat_backend::store::Layout;
+use cleat_object::codec::Description;
+use cleat_object::name::{Nonce, VolumeId};
+use cleat_object::store::Store;
+use cleat_object::store::directory::Directory;
+use cleat_object::volume::{Config, Volume};
+use cleat_worker::protocol::{FromWorker, Start, ToWorker};
+use test_kit::nbd::kernel as nbd;
+use test_kit::worker::{Worker, start_message};
+
+const MIB: u64 = 1 << 20;
+const BLOCK: u64 = 4096;
+const EXTENTS: u64 = 1_000_000;
+/// The volume that is read.
+const SIZE: u64 = 512 * MIB;
+const DEPTH: u64 = 32;
+const SECONDS: u64 = 5;
+/// The files of the cache: 1 GiB.
+const CACHE_FILES: usize = 32;
+
+/// Random numbers (xorshift).
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+}
+
+fn main() {
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    println!("open after a crash, {EXTENTS} extents: {:.2?}", open(directory.path()));
+    let store = REGISTRY.store(&format!("dir:{}", directory.path().display())).unwrap();
+    store.connect().unwrap().create("v", SIZE, &Layout::default()).unwrap();
+    let uri = store.volume("v", None).unwrap().to_string();
+    fill(&uri, MIB);
+    for depth in [1, 4] {
+        let objects = directory.path().join("v/objects");
+        println!("store: {:.0} MiB/s in gets of 8 MiB, {depth} at a time", gets(&objects, depth));
+        println!("volume: {:.0} MiB/s in reads of 1 MiB, depth {depth}", sequential(&uri, depth));
+    }
+    fill(&uri, BLOCK);
+    let file = directory.path().join("file");
+    File::create(&file).unwrap().set_len(SIZE).unwrap();
+    let file = format!("file:{}", file.display());
+    fill(&file, MIB);
+    for _ in 0..3 {
+        println!("file: {:.0} random reads/s, depth {DEPTH}", random(&file, &[]));
+        println!("objects: {:.0} random reads/s", random(&uri, &[]));
+        let caches: Vec<File> =
+            (0..CACHE_FILES).map(|_| tempfile::tempfile_in(directory.path()).unwrap()).collect();
+        println!("objects with a cache: {:.0} random reads/s", random(&uri, &caches));
+    }
+}
+
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+fn block_on<T>(future: impl Future<Output = T>) -> T {
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let mut future = pin!(future);
+    loop {
+        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(result) => return result,
+            Poll::Pending => thread::park(),
+        }
+    }
+}
+
+/// Writes extents all over a volume of 16 GiB, ends without a checkpoint, and opens the volume again.
+fn open(directory: &Path) -> Duration {
+    let directory = tempfile::tempdir_in(directory).unwrap();
+    let store = Arc::new(Directory::open(directory.path(), 1).unwrap());
+    let description = Description {
+        volume: VolumeId([1; 16]),
+        nonce: Nonce([2; 16]),
+        size: 16 << 30,
+        page_bytes: 1 << 20,
+        parent: None,
+    };
+    block_on(Volume::create(store.clone(), &description)).unwrap();
+    let config = Config::default();
+    let volume = block_on(Volume::open(store, Nonce([3; 16]), "bench", config)).unwrap();
+    let running = volume.clone();
+    thread::spawn(move || block_on(running.run()));
+    let mut random = Random(7);
+    for _ in 0..EXTENTS {
+        let offset = random.next() % ((16 << 30) / BLOCK) * BLOCK;
+        block_on(volume.write(offset, &[7; 512])).unwrap();
+    }
+    block_on(volume.flush()).unwrap();
+    block_on(volume.pause()).unwrap();
+    println!("{:?}", volume.status());
+    // Another process, whose caches are empty.
+    let store = Arc::new(Directory::open(directory.path(), 2).unwrap());
+    let began = Instant::now();
+    let config = Config::default();
+    let opened = block_on(Volume::open(store, Nonce([4; 16]), "bench", config)).unwrap();
+    let time = began.elapsed();
+    println!("{:?}", opened.status());
+    time
+}
+
+fn start(uri: &str, cache: &[File]) -> (Worker, Vec<UnixStream>) {
+    let mut worker = Worker::launch();
+    let start = Start { cache_files: cache.len(), ..start_message(uri) };
+    let descriptors: Vec<_> = cache.iter().map(AsFd::as_fd).collect();
+    worker.send_start_with(&start, &descriptors);
+    let answer = worker.receive();
+    assert!(matches!(answer, FromWorker::Ready(_)), "{answer:?}");
+    let sockets = worker.serve(1);
+    (worker, sockets)
+}
+
+fn stop(mut worker: Worker) {
+    worker.send(&ToWorker::Stop, &[]);
+    assert!(worker.exit().success());
+}
+
+/// Writes the whole volume in writes of this length, in a random order.
+fn fill(uri: &str, length: u64) {
+    let (worker, sockets) = start(uri, &[]);
+    let (count, mut random) = (SIZE / length, Random(9));
+    let mut order: Vec<u64> = (0..count).collect();
+    if length == BLOCK {
+        order.sort_by_cached_key(|_| random.next());
+    }
+    let mut data = vec![0; length as usize];
+    for batch in order.chunks(if length == BLOCK { 2048 } else { 8 }) {
+        for number in batch {
+            data.chunks_mut(8).for_each(|word| word.copy_from_slice(&random.next().to_le_bytes()));
+            nbd::send(&sockets[0], nbd::WRITE, 1, number * length, length as u32, &data);
+        }
+        batch.iter().for_each(|_| assert_eq!(nbd::reply(&sockets[0]).1, 0));
+    }
+    assert_eq!(nbd::simple(&sockets[0], nbd::FLUSH, 0, 0), 0);
+    stop(worker);
+}
+
+/// Reads all log objects from the store itself. Returns MiB per second.
+fn gets(objects: &Path, depth: u64) -> f64 {
+    let store = Arc::new(Directory::open(objects, 3).unwrap());
+    let mut names = Vec::new();
+    loop {
+        let after = names.last().cloned().unwrap_or_default();
+        let some = block_on(store.list("log/", &after)).unwrap();
+        if some.is_empty() {
+            break;
+        }
+        names.extend(some);
+    }
+    let began = Instant::now();
+    let readers: Vec<_> = (0..depth as usize)
+        .map(|reader| {
+            let (store, names) = (Arc::clone(&store), names.clone());
+            thread::spawn(move || -> u64 {
+                let own = names.iter().skip(reader).step_by(depth as usize);
+                own.map(|name| block_on(store.read(name, 0..16 * MIB)).unwrap().len() as u64).sum()
+            })
+        })
+        .collect();
+    let bytes: u64 = readers.into_iter().map(|reader| reader.join().unwrap()).sum();
+    bytes as f64 / MIB as f64 / began.elapsed().as_secs_f64()
+}
+
+/// Takes the next answer and its data.
+fn answer(mut socket: &UnixStream, data: &mut [u8]) {
+    assert_eq!(nbd::reply(socket).1, 0);
+    std::io::Read::read_exact(&mut socket, data).unwrap();
+}
+
+fn sequential(uri: &str, depth: u64) -> f64 {
+    let (worker, sockets) = start(uri, &[]);
+    let socket = &sockets[0];
+    let count = SIZE / MIB;
+    let mut data = vec![0; MIB as usize];
+    let send = |number: u64| nbd::send(socket, nbd::READ, number, number * MIB, MIB as u32, &[]);
+    let began = Instant::now();
+    (0..depth).for_each(send);
+    for number in 0..count {
+        answer(socket, &mut data);
+        if number + depth < count {
+            send(number + depth);
+        }
+    }
+    let rate = count as f64 / began.elapsed().as_secs_f64();
+    stop(worker);
+    rate
+}
+
+/// Returns the random reads per second. With a cache, everything is read once before.
+fn random(uri: &str, cache: &[File]) -> f64 {
+    let (worker, sockets) = start(uri, cache);
+    let socket = &sockets[0];
+    let mut data = vec![0; MIB as usize];
+    if !cache.is_empty() {
+        for number in 0..SIZE / MIB {
+            nbd::send(socket, nbd::READ, 1, number * MIB, MIB as u32, &[]);
+            answer(socket, &mut data);
+        }
+    }
+    let mut random = Random(11);
+    let mut send = || {
+        let offset = random.next() % (SIZE / BLOCK) * BLOCK;
+        nbd::send(socket, nbd::READ, 1, offset, BLOCK as u32, &[]);
+    };
+    let (began, mut reads) = (Instant::now(), 0_u64);
+    (0..DEPTH).for_each(|_| send());
+    while began.elapsed() < Duration::from_secs(SECONDS) {
+        answer(socket, &mut data[..BLOCK as usize]);
+        send();
+        reads += 1;
+    }
+    let rate = reads as f64 / began.elapsed().as_secs_f64();
+    (0..DEPTH).for_each(|_| answer(socket, &mut data[..BLOCK as usize]));
+    stop(worker);
+    rate
+}
