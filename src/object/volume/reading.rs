@@ -17,6 +17,9 @@ const MAX_LOOKUPS: u32 = 16;
 /// The bytes of a request that are read at the same time.
 const SPAN_BYTES: usize = 4 << 20;
 
+/// Parts of extents, each with its position in the buffer, in their order.
+type Places = Vec<(usize, Entry)>;
+
 /// A part of an extent, and where its bytes go.
 struct Piece<'a> {
     entry: Entry,
@@ -65,12 +68,8 @@ impl Shared {
 
     /// Copies what is in the tail to `buffer`, and returns the places of the rest, in order: the position in the
     /// buffer, and the part of an extent.
-    async fn look_up_pages(
-        &self,
-        offset: u64,
-        buffer: &mut [u8],
-    ) -> Result<Vec<(usize, Entry)>, Failure> {
-        let mut parts: Vec<Part<'_, Result<Vec<(usize, Entry)>, Failure>>> = Vec::new();
+    async fn look_up_pages(&self, offset: u64, buffer: &mut [u8]) -> Result<Places, Failure> {
+        let mut parts: Vec<Part<'_, Result<Places, Failure>>> = Vec::new();
         let (mut at, mut rest) = (0, buffer);
         while !rest.is_empty() {
             let begin = offset + at as u64;
@@ -87,11 +86,7 @@ impl Shared {
     }
 
     /// The same within one page.
-    async fn look_up(
-        &self,
-        offset: u64,
-        buffer: &mut [u8],
-    ) -> Result<Vec<(usize, Entry)>, Failure> {
+    async fn look_up(&self, offset: u64, buffer: &mut [u8]) -> Result<Places, Failure> {
         let number = offset / self.page_bytes;
         let base = number * self.page_bytes;
         self.with_map(|state| {
@@ -120,7 +115,7 @@ impl Shared {
     }
 
     /// Reads the parts of extents to their positions in `buffer`.
-    async fn fill(&self, entries: Vec<(usize, Entry)>, buffer: &mut [u8]) -> Result<(), Failure> {
+    async fn fill(&self, entries: Places, buffer: &mut [u8]) -> Result<(), Failure> {
         let mut extents: BTreeMap<Stored, Wanted<'_>> = BTreeMap::new();
         let (mut at, mut rest) = (0, buffer);
         for (begin, entry) in entries {
