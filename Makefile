@@ -70,12 +70,13 @@ tests: deps-test ## Build all tests
 vm-image: deps-test ## Build the image of the virtual machines
 	tests/vm/build-image.sh
 
-control-plane: deps-test ## Build Kubernetes, the sidecars of CSI and helm for the tests
+control-plane: deps-test ## Build Kubernetes, the sidecars of CSI, helm and MinIO for the tests
 	scripts/control-plane.sh
 	scripts/control-plane.sh node
 	scripts/control-plane.sh containerd
 	scripts/deploy-tools.sh
 	scripts/go-tool.sh tests/kube/promql
+	scripts/go-tool.sh tests/kit/minio github.com/minio/minio
 
 crates: deps-test ## Unit tests of the crates, rules of the code, fuzz targets on their corpora, CSI's messages
 	$(CARGO_TEST) --lib --bins --test tidy --test compatibility --test fuzz --test csi-wire

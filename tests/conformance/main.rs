@@ -117,6 +117,7 @@ suite! {
     rbd_small_objects: Place::rbd(14, "");
     objects_in_a_directory: Place::objects();
     objects_in_s3: Place::s3();
+    objects_in_minio: Place::minio();
     objects_of_a_clone: Place::clones();
     objects_with_a_cache: Place::objects().with_cache();
 }

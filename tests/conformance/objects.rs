@@ -1,4 +1,4 @@
-//! Guarantees of volumes of objects beyond the common contract: in a directory, and in a bucket of a real store.
+//! Guarantees of volumes of objects beyond the common contract: in a directory, and in buckets of two real stores.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use test_kit::wait::wait_until;
 
 use crate::checks::pattern;
 use crate::client::{Local, Volume, job, write};
-use crate::places::{ALL, clone_objects, make_objects, s3_store};
+use crate::places::{ALL, clone_objects, make_objects, minio_store, s3_store};
 
 const MIB: u64 = 1 << 20;
 
@@ -31,10 +31,11 @@ impl Store {
         Self { uri: format!("dir:{}", directory.path().display()), _directory: directory }
     }
 
-    fn bucket() -> Self {
+    /// A part of a bucket; `uri` returns its URI for a name that no other test has.
+    fn bucket(uri: impl Fn(&str) -> String) -> Self {
         let directory = tempfile::Builder::new().prefix("objects-").tempdir().unwrap();
         let name = directory.path().file_name().unwrap().to_str().unwrap();
-        Self { uri: s3_store(name), _directory: directory }
+        Self { uri: uri(name), _directory: directory }
     }
 }
 
@@ -67,7 +68,7 @@ fn deadline() -> Instant {
     Instant::now() + Duration::from_secs(30)
 }
 
-macro_rules! on_both {
+macro_rules! on_each {
     ($($name:ident)*) => { $(
         mod $name {
             #[test]
@@ -77,13 +78,18 @@ macro_rules! on_both {
 
             #[test]
             fn in_a_bucket() {
-                super::$name(&super::Store::bucket());
+                super::$name(&super::Store::bucket(super::s3_store));
+            }
+
+            #[test]
+            fn in_minio() {
+                super::$name(&super::Store::bucket(super::minio_store));
             }
         }
     )* };
 }
 
-on_both! {
+on_each! {
     a_second_writer_is_refused_and_a_reader_is_not
     a_writer_that_lost_the_volume_stays_fenced
     a_client_is_fenced_without_opening_the_volume

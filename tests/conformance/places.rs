@@ -13,6 +13,7 @@ use cleat_backend::uri::VolumeUri;
 use librbd::{Cluster, Config, NewImage, Pool};
 use tempfile::TempDir;
 use test_kit::ceph::{BUCKET, Cluster as TestCluster, ID, POOL, shared};
+use test_kit::minio;
 use test_kit::temp::on_disk;
 use test_kit::wait::wait_until;
 
@@ -109,6 +110,13 @@ impl Place {
     pub fn s3() -> Self {
         let mut place = Self::new(Kind::Mem, on_disk(), "");
         place.kind = Kind::Objects { store: s3_store(&place.name()) };
+        place
+    }
+
+    /// Returns a source of volumes in the MinIO that all tests of the process share.
+    pub fn minio() -> Self {
+        let mut place = Self::new(Kind::Mem, on_disk(), "");
+        place.kind = Kind::Objects { store: minio_store(&place.name()) };
         place
     }
 
@@ -215,6 +223,13 @@ pub fn s3_store(prefix: &str) -> String {
     let (endpoint, credentials) = shared().s3();
     let credentials = credentials.display();
     format!("s3://{BUCKET}/{prefix}?endpoint=http://{endpoint}&credentials_file={credentials}")
+}
+
+/// Returns the URI of a part of the shared MinIO.
+pub fn minio_store(prefix: &str) -> String {
+    let minio = minio::shared();
+    let (bucket, endpoint, keys) = (minio::BUCKET, minio.endpoint(), minio.credentials());
+    format!("s3://{bucket}/{prefix}?endpoint=http://{endpoint}&credentials_file={}", keys.display())
 }
 
 /// Creates the volume `v` in a store of objects, and returns its URI.

@@ -55,6 +55,16 @@ pub fn deploy_tools() -> PathBuf {
     run(&mut Command::new("scripts/deploy-tools.sh"))
 }
 
+/// Builds MinIO as [`build`] does, and returns the directory that has the executable. The make target `control-plane` builds
+/// the same one.
+///
+/// # Panics
+///
+/// As [`build`].
+pub fn minio() -> PathBuf {
+    build("tests/kit/minio", &["github.com/minio/minio"])
+}
+
 /// Returns the directory with the files of `module`, which the module in `directory` requires. `directory` is relative to
 /// the project's root.
 ///

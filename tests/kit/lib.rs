@@ -29,6 +29,7 @@ pub mod isolation;
 #[cfg(feature = "daemon")]
 pub mod kernel;
 pub mod memory;
+pub mod minio;
 pub mod nbd;
 #[cfg(feature = "daemon")]
 pub mod node;
