@@ -150,7 +150,7 @@ impl Files {
 
     /// Reads the tables of all files. Runs on the thread that writes, before it writes anything.
     fn load(&self) {
-        let tables = self.files.iter().map(|file| table::read(file));
+        let tables = self.files.iter().map(table::read);
         let mut tables: Vec<(usize, Vec<Entry>)> = tables.enumerate().collect();
         tables.sort_by_key(|(_, entries)| entries.first().map_or(0, |entry| entry.round));
         let mut head = Head { file: 0, round: 1, entry: 0, block: first_block() };
