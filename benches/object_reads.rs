@@ -171,7 +171,7 @@ fn fill(uri: &str, length: u64) {
 /// Reads all log objects from the store itself. Returns MiB per second.
 fn gets(objects: &Path, depth: u64) -> f64 {
     let store = Arc::new(Directory::open(objects, 3).unwrap());
-    let mut names = Vec::new();
+    let mut names: Vec<String> = Vec::new();
     loop {
         let after = names.last().cloned().unwrap_or_default();
         let some = block_on(store.list("log/", &after)).unwrap();
