@@ -72,6 +72,14 @@ pub(super) struct Connection {
     ending: Option<End>,
 }
 
+/// Which completions were taken at once.
+#[derive(Default)]
+struct Reaped {
+    /// The end of a send, which may have begun in an earlier turn of the loop.
+    send: bool,
+    others: bool,
+}
+
 /// The parts that a connection is made of, besides its socket.
 pub(super) struct Parts {
     pub(super) image: Arc<dyn Image>,
@@ -186,7 +194,8 @@ impl Connection {
             // The end of the send alone needs no turn of the loop. Waiting for a second completion with a timeout
             // costs more than a second enter, because the timeout is a timer that must be set.
             self.link.ring().submit()?;
-            if self.reap() || sending && self.has_work_after_send() {
+            let reaped = self.reap();
+            if reaped.others || reaped.send && self.has_work_after_send() {
                 return Ok(());
             }
         }
@@ -218,15 +227,18 @@ impl Connection {
         self.polling.poll(awaited, || ring.has_completions(), now_ns, std::thread::yield_now);
     }
 
-    /// Takes the completions. Returns whether there was another one than the end of a send.
-    fn reap(&mut self) -> bool {
+    /// Takes the completions.
+    fn reap(&mut self) -> Reaped {
         self.requests.set_now(self.policy.now_ns());
-        let mut more = false;
+        let mut reaped = Reaped::default();
         while let Some(completion) = self.link.next() {
-            more |= completion.token != SEND;
+            match completion.token {
+                SEND => reaped.send = true,
+                _ => reaped.others = true,
+            }
             self.complete(completion);
         }
-        more
+        reaped
     }
 
     fn complete(&mut self, completion: Completion) {
@@ -346,9 +358,9 @@ impl Connection {
         }
         // Reads of cached data end within the submit. If the ring refuses, the next turn of the loop submits, and
         // reports the error.
-        let mut took = at_backend > 0 && self.link.ring().submit().is_ok() && self.reap();
+        let mut took = at_backend > 0 && self.link.ring().submit().is_ok() && self.reap().others;
         if self.requests.flush(&mut self.link) && self.link.ring().submit().is_ok() {
-            took |= self.reap();
+            took |= self.reap().others;
         }
         if took {
             self.first_half.completions_taken();

@@ -105,8 +105,11 @@ fn qemu_img_converts_both_ways_and_compares() {
         let convert = |more: &[&str]| run("qemu-img", &[&["convert"], &raw[..], more].concat());
         convert(&["-n", path(&source), &server.uri]);
         run("qemu-img", &["compare", "-f", "raw", "-F", "raw", path(&source), &server.uri]);
-        convert(&[&server.uri, path(&back)]);
-        assert_same(&source, &back);
+        // Its reads and questions for holes come in any order beside large replies that fill the socket.
+        for _ in 0..8 {
+            convert(&[&server.uri, path(&back)]);
+            assert_same(&source, &back);
+        }
     }
 }
 
