@@ -1,5 +1,7 @@
 //! Fencing by address with the blocklist of the monitors. The OSDs refuse the requests of clients on it; the monitors
-//! serve them. So a client that is fenced itself can still end the fencing.
+//! serve them. So a client that is fenced itself can still end the fencing. An OSD refuses them from the map with the entry
+//! on. The monitors send it at once, and an OSD waits for it before it serves a client that has this map already: for such
+//! a client, a write of a fenced client was executed before, or never will be.
 //!
 //! Later releases of Ceph 16 and 17, and all since, have ranges in the blocklist. Other monitors get a command for each
 //! address, `IP:0/0`, which stands for all clients there. They must never get the command for a range: they would take
