@@ -1,7 +1,8 @@
 //! A copy of all objects of one kind, which a watch keeps up to date.
 //!
 //! A write of the controller goes into the copy at once ([`Mirror::put`]), so that the next decision does not
-//! depend on how fast the watch is. Of two states of an object the one with the higher resourceVersion stays.
+//! depend on how fast the watch is. Of two states of an object the one with the higher resourceVersion stays. An answer
+//! that arrives after the watch has shown the end of the object is dropped: no later event would remove it again.
 //!
 //! Every event of the watch is a change of what the watch has shown before, also if the copy has that state already:
 //! the one who has read or written it may not know everything that depends on it.
@@ -29,6 +30,8 @@ struct State<K> {
     objects: HashMap<String, Arc<K>>,
     /// What the watch has shown last.
     shown: HashMap<String, Arc<K>>,
+    /// The highest version of an event of the watch. It has shown every object that had at most this version and is left.
+    progress: u64,
     /// For each index: the names of the objects by their key.
     indexed: Vec<BTreeMap<String, BTreeSet<String>>>,
     /// The objects of a list that is being read.
@@ -49,7 +52,7 @@ impl<K: ResourceExt + 'static> Mirror<K> {
     pub(crate) fn new(name: fn(&K) -> String, indexes: &'static [Index<K>]) -> Self {
         let indexed = indexes.iter().map(|_| BTreeMap::new()).collect();
         let (objects, shown) = (HashMap::new(), HashMap::new());
-        let state = State { objects, shown, indexed, listed: None, complete: false };
+        let state = State { objects, shown, progress: 0, indexed, listed: None, complete: false };
         Self { name, indexes, state: Mutex::new(state) }
     }
 
@@ -86,10 +89,15 @@ impl<K: ResourceExt + 'static> Mirror<K> {
         self.lock().complete
     }
 
-    /// Takes an object that the API server has returned for a write or a read.
+    /// Takes an object that the API server has returned for a write or a read, unless the watch has shown its end since.
     pub(crate) fn put(&self, object: K) -> Arc<K> {
         let object = Arc::new(object);
-        self.replace(&mut self.lock(), Arc::clone(&object));
+        let mut state = self.lock();
+        let shown = state.shown.get(&(self.name)(&object));
+        let is_shown = shown.is_some_and(|shown| shown.uid() == object.uid());
+        if is_shown || revision(&*object) > state.progress {
+            self.replace(&mut state, Arc::clone(&object));
+        }
         object
     }
 
@@ -113,10 +121,14 @@ impl<K: ResourceExt + 'static> Mirror<K> {
                 self.show(Arc::new(object)).into_iter().collect()
             }
             Event::InitDone => self.end_list(),
-            Event::Apply(object) => self.show(Arc::new(object)).into_iter().collect(),
+            Event::Apply(object) => {
+                self.lock().pass(&object);
+                self.show(Arc::new(object)).into_iter().collect()
+            }
             Event::Delete(object) => {
                 let name = (self.name)(&object);
                 let mut state = self.lock();
+                state.pass(&object);
                 let shown = state.shown.remove(&name);
                 // Another object may have been made with the same name.
                 let is_same = state.objects.get(&name).is_some_and(|k| k.uid() == object.uid());
@@ -151,7 +163,10 @@ impl<K: ResourceExt + 'static> Mirror<K> {
             let known = self.forget(&mut state, name);
             state.shown.remove(name).or(known)
         });
-        removed.map(|before| Change { before, after: None }).collect()
+        let changes = removed.map(|before| Change { before, after: None }).collect();
+        let newest = state.shown.values().map(|shown| revision(&**shown)).max();
+        state.progress = state.progress.max(newest.unwrap_or_default());
+        changes
     }
 
     /// Takes a state, unless the present one is newer or the same.
@@ -188,6 +203,13 @@ impl<K: ResourceExt + 'static> Mirror<K> {
 
     fn lock(&self) -> MutexGuard<'_, State<K>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<K: ResourceExt> State<K> {
+    /// Notes how far the watch has come.
+    fn pass(&mut self, object: &K) {
+        self.progress = self.progress.max(revision(object));
     }
 }
 
@@ -248,6 +270,33 @@ mod tests {
         mirror.apply(Event::Init);
         assert_eq!(mirror.apply(Event::InitDone).len(), 1);
         assert!(mirror.apply(Event::InitDone).is_empty());
+    }
+
+    #[test]
+    fn an_answer_that_arrives_after_the_end_of_its_object_does_not_bring_it_back() {
+        let mirror = by_node();
+        let with_uid = |version, uid: &str| {
+            let mut object = attachment("v", version, "a");
+            object.metadata.uid = Some(uid.to_owned());
+            object
+        };
+        mirror.apply(Event::Apply(with_uid(5, "1")));
+        mirror.apply(Event::Delete(with_uid(7, "1")));
+        mirror.put(with_uid(6, "1"));
+        assert!(mirror.get("v").is_none() && mirror.find(0, "a").is_empty());
+        // It was made again under its name.
+        mirror.put(with_uid(8, "2"));
+        assert_eq!(mirror.get("v").unwrap().uid().as_deref(), Some("2"));
+        mirror.apply(Event::Apply(with_uid(9, "2")));
+        mirror.put(with_uid(6, "1"));
+        assert_eq!(mirror.get("v").unwrap().uid().as_deref(), Some("2"));
+        // The same after a list that does not have it.
+        for event in [Event::Init, Event::InitApply(attachment("other", 20, "a")), Event::InitDone]
+        {
+            mirror.apply(event);
+        }
+        mirror.put(with_uid(12, "2"));
+        assert!(mirror.get("v").is_none());
     }
 
     #[test]

@@ -22,12 +22,13 @@ use std::time::Duration;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_grants::controller::{View, adopt_unrequested};
 use cleat_grants::record::Record;
+use k8s_openapi::api::core::v1::PersistentVolume;
 use kube::ResourceExt;
 use kube::api::{DeleteParams, Preconditions};
 use tokio::time::Instant;
 
 use crate::api::{call, is_conflict, message, now};
-use crate::cluster::Cluster;
+use crate::cluster::{BY_GRANT, BY_VOLUME, Cluster};
 use crate::grant::{VolumeGrant, grant_name};
 use crate::volumes::ObservedVolume;
 
@@ -139,7 +140,7 @@ async fn sweep(cluster: &Cluster, name: &str, handle: &str, swept: &mut Swept) -
     let is_held = |grant: &VolumeGrant| {
         !grant.spec.holders.is_empty() || grant.metadata.deletion_timestamp.is_some()
     };
-    let is_requested = || !cluster.attachments_of(name).is_empty();
+    let is_requested = || is_requested(cluster, name);
     if is_requested() || volume.grant.as_deref().is_some_and(is_held) {
         return Ok(());
     }
@@ -157,6 +158,16 @@ async fn sweep(cluster: &Cluster, name: &str, handle: &str, swept: &mut Swept) -
         swept.removed += usize::from(remove(cluster, grant).await?);
     }
     Ok(())
+}
+
+/// Whether a VolumeAttachment asks for the volume of a grant. A new one names only its PersistentVolume.
+fn is_requested(cluster: &Cluster, name: &str) -> bool {
+    let attachments = &cluster.attachments.mirror;
+    let has_attachment = |volume: &Arc<PersistentVolume>| {
+        !attachments.find(BY_VOLUME, &volume.name_any()).is_empty()
+    };
+    !attachments.find(BY_GRANT, name).is_empty()
+        || cluster.volumes.mirror.find(0, name).iter().any(has_attachment)
 }
 
 /// Gives a claim a holder that no grant names. Returns whether it has.

@@ -205,7 +205,7 @@ fn row_30_calls_of_external_attacher_are_answered_from_grants() {
         // The node uses the volume: the call waits, a second one is refused, and nothing is torn down.
         world.mount(handle, a, Generation(1)).await;
         world.detach(&first).await;
-        let waiting = attacher.unpublish(handle, a, SHORT);
+        let waiting = attacher.unpublish(handle, a, 3 * SHORT);
         let repeated = async {
             world.revoked(handle, a).await;
             attacher.unpublish(handle, a, SHORT).await

@@ -114,7 +114,8 @@ mod tests {
         }))
         .unwrap();
         let claim: PersistentVolumeClaim = serde_json::from_value(json!({
-            "metadata": { "name": "c0", "namespace": "n", "uid": "1" }, "spec": { "volumeName": "v" },
+            "metadata": { "name": "c0", "namespace": "n", "uid": "1", "resourceVersion": "1" },
+            "spec": { "volumeName": "v" },
         }))
         .unwrap();
         let wanted = Wanted::new(&crate::fake::client());
