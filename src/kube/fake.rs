@@ -39,10 +39,21 @@ pub(crate) fn client() -> Client {
 pub(crate) fn cluster(attachments: Vec<VolumeAttachment>) -> (Cluster, Asked) {
     let asked = Asked::default();
     let requests = Arc::clone(&asked);
+    let cluster = cluster_of(move |_, path| {
+        requests.lock().unwrap_or_else(PoisonError::into_inner).push(path.to_owned());
+        answer(&attachments, path)
+    });
+    (cluster, asked)
+}
+
+/// Returns a cluster whose mirrors are empty. `answer` gets the method and the path of a request, and returns the HTTP
+/// status and the body of the answer.
+pub(crate) fn cluster_of(
+    answer: impl Fn(&str, &str) -> (u16, Value) + Clone + Send + 'static,
+) -> Cluster {
     let service = tower::service_fn(move |request: Request<Body>| {
         let path = request.uri().path_and_query().map(ToString::to_string).unwrap_or_default();
-        let (code, body) = answer(&attachments, &path);
-        requests.lock().unwrap_or_else(PoisonError::into_inner).push(path);
+        let (code, body) = answer(request.method().as_str(), &path);
         let body = Body::from(body.to_string().into_bytes());
         async move { Response::builder().status(code).body(body) }
     });
@@ -63,7 +74,7 @@ pub(crate) fn cluster(attachments: Vec<VolumeAttachment>) -> (Cluster, Asked) {
     };
     let client = Client::new(service, "default");
     let (metrics, random) = (Arc::new(Metrics::default()), Random::seeded(1));
-    (Cluster::new(&client, &config, Arc::new(NoVolumes), metrics, random), asked)
+    Cluster::new(&client, &config, Arc::new(NoVolumes), metrics, random)
 }
 
 /// Answers a list with a selector of one label, or a read of one object.

@@ -1,5 +1,7 @@
 //! Ends what belongs to a PersistentVolume that is being deleted: its finalizer, when no attachment is left, and
-//! the grant of its volume.
+//! the grant of its volume. The finalizer goes last: without it, nothing would have the grant looked at again.
+
+use std::time::Duration;
 
 use cleat_core::error::Result;
 use kube::ResourceExt;
@@ -7,7 +9,7 @@ use kube::api::{DeleteParams, Preconditions};
 use serde_json::json;
 
 use crate::api::{call, is_conflict};
-use crate::cluster::{BY_VOLUME, Cluster, Key};
+use crate::cluster::{BY_VOLUME, Cluster};
 use crate::grant::grant_name;
 use crate::queue::Next;
 
@@ -24,7 +26,10 @@ pub(crate) async fn sync(cluster: &Cluster, name: &str) -> Result<Next> {
     }
     let csi = known.spec.as_ref().and_then(|spec| spec.csi.as_ref());
     if let Some(csi) = csi.filter(|csi| csi.driver == cluster.config.driver) {
-        remove_grant(cluster, &grant_name(&csi.driver, &csi.volume_handle), name).await?;
+        let grant = grant_name(&csi.driver, &csi.volume_handle);
+        if !remove_grant(cluster, &grant, name).await? {
+            return Ok(Next::After(Duration::ZERO));
+        }
     }
     if cluster.config.calls.is_some() {
         // The finalizer is that of external-attacher.
@@ -40,17 +45,17 @@ pub(crate) async fn sync(cluster: &Cluster, name: &str) -> Result<Next> {
 }
 
 /// Deletes the grant of a volume, unless another PersistentVolume has the same volume. Its finalizer keeps it until
-/// no holder is left.
-async fn remove_grant(cluster: &Cluster, grant: &str, volume: &str) -> Result<()> {
+/// no holder is left. Returns `false` if the grant has changed meanwhile, so that this must be tried again.
+async fn remove_grant(cluster: &Cluster, grant: &str, volume: &str) -> Result<bool> {
     let volumes = cluster.volumes.mirror.find(0, grant);
     let is_shared = volumes
         .iter()
         .any(|other| other.name_any() != volume && other.metadata.deletion_timestamp.is_none());
     let Some(known) = cluster.grants.mirror.get(grant).filter(|_| !is_shared) else {
-        return Ok(());
+        return Ok(true);
     };
     if known.metadata.deletion_timestamp.is_some() || !cluster.attachments_of(grant).is_empty() {
-        return Ok(());
+        return Ok(true);
     }
     let preconditions =
         Preconditions { uid: known.uid(), resource_version: known.resource_version() };
@@ -59,13 +64,65 @@ async fn remove_grant(cluster: &Cluster, grant: &str, volume: &str) -> Result<()
     match call(|| format!("cannot delete grant {grant}"), request).await {
         Ok(_) => {
             cluster.metrics.write("delete");
-            Ok(())
+            Ok(true)
         }
         Err(error) if is_conflict(&error) => {
             cluster.grants.refresh(grant).await?;
-            cluster.queue.add(Key::Volume(volume.to_owned()));
-            Ok(())
+            Ok(false)
         }
         Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::{Arc, Mutex};
+
+    use cleat_grants::object::GrantSpec;
+
+    use super::*;
+    use crate::fake::{self, DRIVER};
+    use crate::grant::VolumeGrant;
+
+    const HANDLE: &str = "shared/v";
+
+    fn grant(version: &str) -> VolumeGrant {
+        let mut grant = VolumeGrant::new(DRIVER, HANDLE, GrantSpec::default());
+        grant.metadata.uid = Some("1".to_owned());
+        grant.metadata.resource_version = Some(version.to_owned());
+        grant
+    }
+
+    #[tokio::test]
+    async fn the_finalizer_stays_until_a_grant_that_changes_meanwhile_is_deleted() {
+        let (deletions, writes) = (Arc::new(AtomicUsize::new(0)), Arc::new(Mutex::default()));
+        let volume = json!({
+            "metadata": {
+                "name": "v", "uid": "2", "resourceVersion": "3", "finalizers": ["f"],
+                "deletionTimestamp": "2026-11-25T00:00:00Z",
+            },
+            "spec": { "csi": { "driver": DRIVER, "volumeHandle": HANDLE } },
+        });
+        let (answered, written) = (volume.clone(), Arc::clone(&writes));
+        let mut cluster = fake::cluster_of(move |method, _| {
+            let writes: &Mutex<Vec<String>> = &written;
+            writes.lock().unwrap().push(method.to_owned());
+            match method {
+                "DELETE" if deletions.fetch_add(1, Ordering::SeqCst) == 0 => {
+                    let reason = json!({ "status": "Failure", "reason": "Conflict", "code": 409 });
+                    (409, reason)
+                }
+                "PATCH" => (200, answered.clone()),
+                _ => (200, json!(grant("5"))),
+            }
+        });
+        "f".clone_into(&mut cluster.finalizer);
+        cluster.volumes.mirror.put(serde_json::from_value(volume).unwrap());
+        cluster.grants.mirror.put(grant("4"));
+        assert!(matches!(sync(&cluster, "v").await.unwrap(), Next::After(_)));
+        assert_eq!(*writes.lock().unwrap(), ["DELETE", "GET"]);
+        assert!(matches!(sync(&cluster, "v").await.unwrap(), Next::Done));
+        assert_eq!(*writes.lock().unwrap(), ["DELETE", "GET", "DELETE", "PATCH"]);
     }
 }
