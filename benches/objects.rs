@@ -2,6 +2,8 @@
 //! with a volume of objects: acknowledged when they are durable, and when they are in the tail file, at depth 1, 8, 32
 //! and 128. Then what the tail file costs, against a volume that acknowledges from its own memory. STORE is
 //! `dir:/DIRECTORY` (the default is a temporary directory) or `s3://…`.
+//!
+//! `cargo bench --bench objects -- packing`: what compression costs in the engine alone, on a directory in memory.
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -11,11 +13,13 @@
     reason = "a benchmark measures real time, prints figures, and fails by panicking"
 )]
 
-use std::fs::File;
+use std::fs::{self, File};
+use std::future::poll_fn;
 use std::io::{self, IoSlice};
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
@@ -23,7 +27,7 @@ use std::time::{Duration, Instant};
 
 use cleat::backends::REGISTRY;
 use cleat_backend::store::Layout;
-use cleat_object::codec::Description;
+use cleat_object::codec::{Compression, Description};
 use cleat_object::name::{Nonce, VolumeId};
 use cleat_object::store::directory::Directory;
 use cleat_object::tail_memory::Memory;
@@ -57,6 +61,9 @@ impl Random {
 }
 
 fn main() {
+    if std::env::args().any(|argument| argument == "packing") {
+        return packing();
+    }
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let store = std::env::args().skip(1).find(|argument| argument.contains(':'));
     let store = store.unwrap_or_else(|| format!("dir:{}", directory.path().display()));
@@ -180,13 +187,7 @@ fn block_on<T>(future: impl Future<Output = T>) -> T {
 fn engine(is_file: bool) -> f64 {
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
     let store = Arc::new(Directory::open(directory.path(), 1).unwrap());
-    let description = Description {
-        volume: VolumeId([1; 16]),
-        nonce: Nonce([2; 16]),
-        size: SIZE,
-        page_bytes: 1 << 20,
-        parent: None,
-    };
+    let description = Description::new(VolumeId([1; 16]), Nonce([2; 16]), SIZE, 1 << 20);
     block_on(Volume::create(store.clone(), &description)).unwrap();
     let place = block_on(Place::find(store, Nonce([3; 16]))).unwrap();
     assert!(block_on(place.claim(1, "bench")).unwrap());
@@ -204,4 +205,126 @@ fn engine(is_file: bool) -> f64 {
         block_on(volume.write(random.offset(), &data)).unwrap();
     }
     began.elapsed().as_secs_f64() * 1e6 / writes as f64
+}
+
+/// The data of one round in bytes.
+const ROUND: u64 = 64 << 20;
+
+/// A way in which a volume stores its data.
+struct Form {
+    name: &'static str,
+    compression: Option<Compression>,
+}
+
+const FORMS: [Form; 2] = [
+    Form { name: "plain", compression: None },
+    Form { name: "lz4", compression: Some(Compression::Lz4) },
+];
+
+/// Writes, flushes and reads volumes that store their data in different ways, one after the other.
+fn packing() {
+    for (what, data) in [("text", text()), ("random", noise())] {
+        for block in [4 << 10, 64 << 10] {
+            for _ in 0..3 {
+                for form in &FORMS {
+                    let result = round(form, &data, block);
+                    println!("{what:6} {:2} KiB {:14} {result}", block >> 10, form.name);
+                }
+            }
+        }
+    }
+}
+
+/// Lines of a log, as programs write them.
+fn text() -> Vec<u8> {
+    let words =
+        ["volume", "mapped", "to", "device", "worker", "started", "error:", "timeout", "in"];
+    let (mut random, mut text) = (Random(99), String::new());
+    while text.len() < 8 << 20 {
+        text.push_str(&format!(
+            "2026-11-25T03:{:02}:{:02}",
+            random.next() % 60,
+            random.next() % 60
+        ));
+        for _ in 0..random.next() % 12 {
+            text.push(' ');
+            text.push_str(words[random.next() as usize % words.len()]);
+        }
+        text.push_str(&format!(" id={:x}\n", random.next() >> 32));
+    }
+    text.into_bytes()
+}
+
+fn noise() -> Vec<u8> {
+    let mut random = Random(98);
+    (0..1 << 20).flat_map(|_| random.next().to_le_bytes()).collect()
+}
+
+/// Writes and reads blocks one after the other, on one thread. Returns the rates, and the stored bytes.
+fn round(form: &Form, data: &[u8], block: usize) -> String {
+    let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let store = Arc::new(Directory::open(directory.path(), 1).unwrap());
+    let description = Description {
+        compression: form.compression,
+        ..Description::new(VolumeId([1; 16]), Nonce([2; 16]), SIZE, 1 << 20)
+    };
+    block_on(Volume::create(store.clone(), &description)).unwrap();
+    let place = block_on(Place::find(store, Nonce([3; 16]))).unwrap();
+    assert!(block_on(place.claim(1, "bench")).unwrap());
+    let volume = block_on(place.open(1, Config::default())).unwrap();
+    let blocks = || (0..ROUND).step_by(block);
+    let at = |offset: u64| &data[offset as usize % (data.len() - block)..][..block];
+    let began = Instant::now();
+    beside(&volume, async {
+        for offset in blocks() {
+            volume.write(offset, at(offset)).await.unwrap();
+        }
+        volume.flush().await.unwrap();
+        // Reads do not find the data in memory.
+        while volume.status().tail_bytes > 0 {
+            yield_once().await;
+        }
+    });
+    let written = began.elapsed();
+    let stored: u64 = log_bytes(&directory.path().join("log"));
+    let mut buffer = vec![0; block];
+    let began = Instant::now();
+    beside(&volume, async {
+        for offset in blocks() {
+            volume.read(offset, &mut buffer).await.unwrap();
+            assert!(buffer == at(offset));
+        }
+    });
+    let rate = |time: Duration| ROUND as f64 / f64::from(1 << 20) / time.as_secs_f64();
+    let (write, read) = (rate(written), rate(began.elapsed()));
+    let share = stored as f64 * 100.0 / ROUND as f64;
+    format!("writes {write:5.0} MiB/s, reads {read:5.0} MiB/s, {share:5.1} % stored")
+}
+
+/// Returns the length of all files below a directory.
+fn log_bytes(path: &Path) -> u64 {
+    let entries = fs::read_dir(path).unwrap().map(Result::unwrap);
+    let length = |entry: fs::DirEntry| match entry.metadata().unwrap() {
+        found if found.is_dir() => log_bytes(&entry.path()),
+        found => found.len(),
+    };
+    entries.map(length).sum()
+}
+
+/// Runs a future beside the work of the volume.
+fn beside<T>(volume: &Volume, work: impl Future<Output = T>) -> T {
+    let (mut run, mut work) = (pin!(volume.run()), pin!(work));
+    block_on(poll_fn(|context| {
+        assert!(run.as_mut().poll(context).is_pending());
+        work.as_mut().poll(context)
+    }))
+}
+
+async fn yield_once() {
+    let mut is_second = false;
+    poll_fn(|_| match std::mem::replace(&mut is_second, true) {
+        true => Poll::Ready(()),
+        false => Poll::Pending,
+    })
+    .await;
 }

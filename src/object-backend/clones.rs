@@ -13,7 +13,7 @@ use crate::errors::{no_snapshot, wait};
 use crate::home::Home;
 use crate::image::identity;
 use crate::labels::VolumeLabels;
-use crate::manage::{ObjectStore, check_layout};
+use crate::manage::{ObjectStore, check_compression, check_layout};
 use crate::nonce::random;
 use crate::spec::VolumeAt;
 use crate::timeouts::{CALL_TIMEOUT, after};
@@ -26,7 +26,7 @@ impl CloneStore for ObjectStore {
         layout: &Layout,
         _progress: Progress<'_>,
     ) -> Result<bool> {
-        check_layout(layout)?;
+        let compression = check_layout(layout)?;
         let Some(wanted) = source.snapshot else {
             return Err(invalid("a volume on an object store is cloned from a snapshot")
                 .with_repair("take a snapshot first: cleat volume snapshot create"));
@@ -45,6 +45,7 @@ impl CloneStore for ObjectStore {
                 );
             }
             let is_complete = wait(&clone.shown(), after(CALL_TIMEOUT), existing.is_pinned())?;
+            check_compression(&clone, &existing, compression)?;
             self.check_labels(name, &existing, &layout.labels)?;
             wait(&shown, after(CALL_TIMEOUT), place.pin(found.id, own.volume))?;
             return Ok(!is_complete);
@@ -54,6 +55,7 @@ impl CloneStore for ObjectStore {
             volume: VolumeId(random()?),
             store: self.connection.store(name)?,
             location: parent.name.clone(),
+            compression: compression.unwrap_or(place.description().compression),
         };
         let labels = VolumeLabels { store: &*new.store, shown: &clone.shown(), volume: new.volume };
         labels.set(&layout.labels)?;

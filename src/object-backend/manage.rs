@@ -11,7 +11,7 @@ use cleat_backend::store::{
 };
 use cleat_backend::uri::{Size, VolumeUri, invalid};
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_object::codec::Description;
+use cleat_object::codec::{Compression, Description};
 use cleat_object::name::{Name, VolumeId};
 use cleat_object::store as objects;
 use cleat_object::volume::{Config, Place, Volume};
@@ -180,10 +180,11 @@ fn if_found<T>(found: Result<T>) -> Result<Option<T>> {
 
 impl Store for ObjectStore {
     fn create(&self, name: &str, size: u64, layout: &Layout) -> Result<bool> {
-        check_layout(layout)?;
+        let compression = check_layout(layout)?;
         if let Some((volume, place)) = self.find(name)? {
             let now = Self::view(&volume, &place)?.size();
             if now == size {
+                check_compression(&volume, &place, compression)?;
                 self.check_labels(name, &place, &layout.labels)?;
                 return Ok(false);
             }
@@ -196,8 +197,10 @@ impl Store for ObjectStore {
         self.connection.prepare(name)?;
         let store = self.connection.store(name)?;
         let volume = VolumeId(random()?);
-        let description =
-            Description { volume, nonce: nonce()?, size, page_bytes: PAGE_BYTES, parent: None };
+        let description = Description {
+            compression: compression.flatten(),
+            ..Description::new(volume, nonce()?, size, PAGE_BYTES)
+        };
         let labels = VolumeLabels { store: &*store, shown: &shown, volume };
         labels.set(&layout.labels)?;
         let created = Volume::create(Arc::clone(&store), &description);
@@ -302,6 +305,7 @@ impl Store for ObjectStore {
             size_bytes: view.size(),
             used_bytes: Some(status.live_bytes),
             objects: u64::try_from(status.objects).ok(),
+            compression: place.description().compression.map(|used| used.name().to_owned()),
             claim,
             watchers: watcher.into_iter().collect(),
             parent: Self::parent(&place),
@@ -340,14 +344,50 @@ impl LabelStore for ObjectStore {
     }
 }
 
-/// Checks that a new volume is to have no layout but labels.
-pub(crate) fn check_layout(layout: &Layout) -> Result<()> {
-    if *layout == (Layout { labels: layout.labels.clone(), ..Layout::default() }) {
-        return Ok(());
+/// Checks that a new volume is to have no layout but labels and a compression. Returns the compression, if the layout
+/// chooses it.
+///
+/// # Errors
+/// Returns `Unsupported` for another layout, and `InvalidArgument` for an unknown compression.
+pub(crate) fn check_layout(layout: &Layout) -> Result<Option<Option<Compression>>> {
+    let (labels, compression) = (layout.labels.clone(), layout.compression.clone());
+    if *layout != (Layout { labels, compression, ..Layout::default() }) {
+        let message = "volumes on an object store have no layout";
+        return Err(Error::new(ErrorKind::Unsupported, message)
+            .with_repair("remove these options, or create an RBD image"));
     }
-    let message = "volumes on an object store have no layout";
-    Err(Error::new(ErrorKind::Unsupported, message)
-        .with_repair("remove these options, or create an RBD image"))
+    let Some(name) = &layout.compression else { return Ok(None) };
+    let known = [None, Some(Compression::Lz4)];
+    let found = known.into_iter().find(|known| shown_compression(*known) == name);
+    found.map(Some).ok_or_else(|| {
+        invalid(format!("there is no compression {:?}", cleat_backend::uri::shown(name)))
+            .with_repair("use lz4 or none")
+    })
+}
+
+fn shown_compression(compression: Option<Compression>) -> &'static str {
+    compression.map_or("none", Compression::name)
+}
+
+/// Checks that an existing volume has the compression that a layout chooses.
+///
+/// # Errors
+/// Returns `AlreadyExists` for another one.
+pub(crate) fn check_compression(
+    volume: &VolumeAt,
+    place: &Place,
+    wanted: Option<Option<Compression>>,
+) -> Result<()> {
+    let is = place.description().compression;
+    match wanted.is_none_or(|wanted| wanted == is) {
+        true => Ok(()),
+        false => {
+            let (name, is) = (volume.shown(), shown_compression(is));
+            let message = format!("{name} exists with the compression {is}, which cannot change");
+            Err(Error::new(ErrorKind::AlreadyExists, message)
+                .with_repair("use another name, or the present compression"))
+        }
+    }
 }
 
 /// Checks that the store does not create an object under a name that exists: the protocol between writers depends on

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
+use crate::codec::Compression;
 use crate::name::{Nonce, SnapshotId, VolumeId};
 use crate::rules::{Rule, without};
 use crate::snapshot_tests::{settle, take};
@@ -11,7 +12,7 @@ use crate::tests::{Memory, block_on, byte_at, create, open, put, with_volume};
 use crate::volume::{Config, Failure, NewClone, Parents, Place, Volume};
 
 /// Stores by their locations, which are their indices.
-struct Stores<'a>(&'a [Arc<dyn Store>]);
+pub(crate) struct Stores<'a>(pub(crate) &'a [Arc<dyn Store>]);
 
 impl Parents for Stores<'_> {
     fn store(&self, location: &str) -> Result<Arc<dyn Store>, StoreError> {
@@ -26,7 +27,7 @@ impl Stores<'_> {
         block_on(Place::find_clone(store, Nonce([nonce; 16]), self)).unwrap()
     }
 
-    fn open(&self, at: usize, nonce: u8) -> Volume {
+    pub(crate) fn open(&self, at: usize, nonce: u8) -> Volume {
         let place = self.place(at, nonce);
         let opened = async { place.open(place.claim_next("node").await?, Config::default()).await };
         block_on(opened).unwrap()
@@ -34,9 +35,18 @@ impl Stores<'_> {
 
     /// Clones a snapshot of the volume in the store before.
     fn clone_to(&self, at: usize, snapshot: SnapshotId) -> Result<(), Failure> {
+        self.clone_with(at, snapshot, None)
+    }
+
+    pub(crate) fn clone_with(
+        &self,
+        at: usize,
+        snapshot: SnapshotId,
+        compression: Option<Compression>,
+    ) -> Result<(), Failure> {
         let (store, location) = (Arc::clone(&self.0[at]), (at - 1).to_string());
-        let new =
-            NewClone { volume: VolumeId([u8::try_from(at).unwrap() + 10; 16]), store, location };
+        let volume = VolumeId([u8::try_from(at).unwrap() + 10; 16]);
+        let new = NewClone { volume, store, location, compression };
         block_on(self.place(at - 1, 99).create_clone(snapshot, &new))
     }
 }

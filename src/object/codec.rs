@@ -36,7 +36,7 @@ mod snapshot;
 mod tests;
 
 pub use checkpoint::Checkpoint;
-pub use description::{Description, MAX_LOCATION_BYTES, PAGE_BYTES, Parent};
+pub use description::{Compression, Description, MAX_LOCATION_BYTES, PAGE_BYTES, Parent};
 pub use history::{History, MAX_CUTS};
 pub use log::{Extent, LogObject, MAX_DATA_BYTES, MAX_EXTENT_BYTES, MAX_RECORDS, Record, Source};
 pub use page::{Entry, Index, Leaf, MAX_CHILDREN, MAX_ENTRIES, PageId, Usage, Used};
@@ -83,10 +83,12 @@ pub enum Kind {
     Description,
     /// The end of an epoch's use by its claimant.
     Release,
+    /// A page of the map with extents that are not stored as they are.
+    PackedLeaf,
 }
 
 impl Kind {
-    const ALL: [(Self, u8); 9] = [
+    const ALL: [(Self, u8); 10] = [
         (Self::Claim, 1),
         (Self::Log, 2),
         (Self::Seal, 3),
@@ -96,6 +98,7 @@ impl Kind {
         (Self::Checkpoint, 7),
         (Self::Description, 8),
         (Self::Release, 9),
+        (Self::PackedLeaf, 10),
     ];
 
     fn from_byte(byte: u8) -> Option<Self> {
@@ -113,6 +116,7 @@ impl Kind {
             Self::Checkpoint => 7,
             Self::Description => 8,
             Self::Release => 9,
+            Self::PackedLeaf => 10,
         }
     }
 }

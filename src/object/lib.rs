@@ -26,6 +26,9 @@ pub mod name;
 mod open_tests;
 #[cfg(test)]
 mod outage_tests;
+mod packing;
+#[cfg(test)]
+mod packing_tests;
 #[cfg(test)]
 mod read_tests;
 mod rules;

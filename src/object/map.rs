@@ -16,7 +16,7 @@ pub struct Place {
     pub ancestor: u8,
     /// The log object.
     pub object: Position,
-    /// The position in the object, header included.
+    /// The position in the object, header included, if all extents were stored as they are.
     pub at: u32,
 }
 
@@ -207,6 +207,8 @@ mod tests {
                 object: Position { epoch: 1, slot: self.slot },
                 extent_at: 100,
                 extent_length: length,
+                stored_at: 100,
+                saved: 0,
                 checksum: 0,
                 skip: 0,
             }

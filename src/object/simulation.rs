@@ -21,14 +21,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Wake, Waker};
 
-use crate::codec::Description;
+use crate::codec::{Compression, Description};
 use crate::name::{Nonce, VolumeId};
 use crate::rules::{Rule, without};
 use crate::volume::{Config, Failure, Volume};
 use actor::{Actor, SECTOR};
 use oracle::{Oracle, SECTORS};
 use ram::{Life, Ram};
-use random::Random;
+pub(crate) use random::Random;
 use store::{Client, Cloud};
 
 /// The seeds of a full test.
@@ -336,13 +336,11 @@ fn run(seed: u64, is_traced: bool) -> Result<Done, String> {
         prefix: String::new(),
         life: Life::default(),
     };
-    let description = Description {
-        volume: VolumeId([7; 16]),
-        nonce: Nonce([9; 16]),
-        size: (SECTORS * SECTOR) as u64,
-        page_bytes: 4096,
-        parent: None,
-    };
+    let (volume, size) = (VolumeId([7; 16]), (SECTORS * SECTOR) as u64);
+    // Some runs have a volume whose data is compressed.
+    let compression = (seed % 8 < 4).then_some(Compression::Lz4);
+    let description =
+        Description { compression, ..Description::new(volume, Nonce([9; 16]), size, 4096) };
     let faults = std::mem::take(&mut world.cloud().faults);
     let store = Arc::new(client);
     world.finish(async move { Volume::create(store, &description).await }).unwrap().unwrap();

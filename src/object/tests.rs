@@ -119,7 +119,7 @@ pub(crate) fn with_volume<T: Send>(
 }
 
 pub(crate) fn description(size: u64, page_bytes: u32) -> Description {
-    Description { volume: VolumeId([1; 16]), nonce: Nonce([2; 16]), size, page_bytes, parent: None }
+    Description::new(VolumeId([1; 16]), Nonce([2; 16]), size, page_bytes)
 }
 
 pub(crate) fn create(store: &Arc<dyn Store>, size: u64) {

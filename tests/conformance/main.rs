@@ -17,6 +17,7 @@ mod grants;
 mod identity;
 mod model;
 mod objects;
+mod packing;
 mod parity;
 mod places;
 mod rbd;
@@ -118,6 +119,7 @@ suite! {
     objects_in_a_directory: Place::objects();
     objects_in_s3: Place::s3();
     objects_in_minio: Place::minio();
+    objects_packed: Place::packed_objects();
     objects_of_a_clone: Place::clones();
     objects_with_a_cache: Place::objects().with_cache();
 }

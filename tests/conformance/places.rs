@@ -42,6 +42,7 @@ enum Kind {
     /// Volumes on an object store, or in a directory with the same layout.
     Objects {
         store: String,
+        layout: Layout,
     },
     /// Clones of empty volumes in a directory.
     Clones {
@@ -81,7 +82,17 @@ impl Place {
     /// Returns a source of volumes in a directory of their own.
     pub fn objects() -> Self {
         let mut place = Self::new(Kind::Mem, on_disk(), "");
-        place.kind = Kind::Objects { store: format!("dir:{}", place.directory.path().display()) };
+        let store = format!("dir:{}", place.directory.path().display());
+        place.kind = Kind::Objects { store, layout: Layout::default() };
+        place
+    }
+
+    /// Returns a source of volumes whose data is compressed.
+    pub fn packed_objects() -> Self {
+        let mut place = Self::objects();
+        if let Kind::Objects { layout, .. } = &mut place.kind {
+            layout.compression = Some("lz4".to_owned());
+        }
         place
     }
 
@@ -109,7 +120,7 @@ impl Place {
     /// Returns a source of volumes in the object store that all tests of the process share.
     pub fn s3() -> Self {
         let mut place = Self::new(Kind::Mem, on_disk(), "");
-        place.kind = Kind::Objects { store: s3_store(&place.name()) };
+        place.kind = Kind::Objects { store: s3_store(&place.name()), layout: Layout::default() };
         place
     }
 
@@ -132,7 +143,7 @@ impl Place {
             Kind::File => format!("file:{}", self.sparse(size)),
             Kind::Loop { sector } => format!("file:{}", self.attach(&self.sparse(size), *sector)),
             Kind::Rbd { order } => self.image(size, *order),
-            Kind::Objects { store } => make_objects(store, size),
+            Kind::Objects { store, layout } => make_objects_with(store, size, layout),
             Kind::Clones { store } => make_clone(store, size),
             Kind::Faulty(inner) => format!("fault:{}", inner.uri(size)),
         };
@@ -174,9 +185,9 @@ impl Place {
                 shared().rbd(&["rename", &image, &format!("{image}-old")]).unwrap();
                 self.image(SIZE, *order);
             }
-            Kind::Objects { store } => {
+            Kind::Objects { store, layout } => {
                 remove_objects(store, "v");
-                make_objects(store, SIZE);
+                make_objects_with(store, SIZE, layout);
             }
             Kind::Clones { store } => {
                 remove_objects(store, "clone");
@@ -234,8 +245,13 @@ pub fn minio_store(prefix: &str) -> String {
 
 /// Creates the volume `v` in a store of objects, and returns its URI.
 pub fn make_objects(store: &str, size: u64) -> String {
+    make_objects_with(store, size, &Layout::default())
+}
+
+/// As [`make_objects`], with a layout.
+pub fn make_objects_with(store: &str, size: u64, layout: &Layout) -> String {
     let store = REGISTRY.store(store).unwrap();
-    let made = store.connect().unwrap().create("v", size, &Layout::default());
+    let made = store.connect().unwrap().create("v", size, layout);
     assert!(made.unwrap_or_else(|error| panic!("{}", error.report())));
     store.volume("v", None).unwrap().to_string()
 }

@@ -56,7 +56,7 @@ impl FileStore {
         if *layout == (Layout { labels, ..Layout::default() }) {
             return Ok(());
         }
-        let message = "a file has no features, objects, stripes or pool";
+        let message = "a file has no features, objects, stripes, pool or compression";
         Err(Error::new(ErrorKind::Unsupported, message)
             .with_repair("remove these options, or create an RBD image"))
     }

@@ -303,6 +303,8 @@ pub struct Layout {
     pub data_pool: Option<String>,
     /// The format of a clone: with 1 the snapshot must be protected and must stay; with 2, the default, not.
     pub clone_format: Option<u8>,
+    /// The compression of the data, by its name; "none" for none.
+    pub compression: Option<String>,
     /// The labels of the volume.
     pub labels: Labels,
 }
@@ -432,6 +434,8 @@ pub struct Info {
     pub stripe_count: Option<u64>,
     /// The pool that stores the data, if it is not the volume's own pool.
     pub data_pool: Option<String>,
+    /// The compression of the data, by its name; null if there is none.
+    pub compression: Option<String>,
     /// The features, by their names in `rbd`.
     pub features: Vec<String>,
     /// The records of features (for example the object map) that are not valid.

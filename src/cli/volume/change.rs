@@ -24,6 +24,9 @@ Examples:
     $ cleat volume create \\
         'rbd:volumes/secret?encryption=luks2&passphrase_file=/etc/ceph/secret.key' 10G
 
+  A volume of objects, whose data is compressed:
+    $ cleat volume create dir:/var/lib/volumes/data 10G --compression lz4
+
   A sparse file:
     $ cleat volume create file:/var/lib/images/a.img 10G
 ";
@@ -45,7 +48,7 @@ pub(super) struct Create {
     layout: LayoutArgs,
 }
 
-/// The layout of a new image in its pool.
+/// The layout of a new volume in its storage.
 #[derive(Debug, clap::Args)]
 struct LayoutArgs {
     /// The features, by `rbd`'s names; required features are added [default: the cluster's]
@@ -63,6 +66,9 @@ struct LayoutArgs {
     /// A separate pool for the data [default: the image's pool]
     #[arg(long, value_name = "POOL")]
     data_pool: Option<String>,
+    /// The compression of a volume of objects: lz4 or none [default: none; for a clone that of its parent]
+    #[arg(long, value_name = "NAME")]
+    compression: Option<String>,
 }
 
 const REMOVE_EXAMPLES: &str = "\
@@ -289,6 +295,7 @@ impl From<LayoutArgs> for Layout {
             object_size: args.object_size,
             stripes: args.stripe_unit.zip(args.stripe_count),
             data_pool: args.data_pool,
+            compression: args.compression,
             ..Self::default()
         }
     }

@@ -15,7 +15,7 @@ use crate::attributes::Attributes;
 use crate::source::cluster;
 
 /// The parameters that determine where and how a volume is created, with their meaning. Errors list them.
-const CREATION: [(&str, &str); 10] = [
+const CREATION: [(&str, &str); 11] = [
     ("directory", "the directory of a file volume, by its name in the configuration"),
     ("clusterID", "the cluster of an RBD image, or the object store"),
     ("pool", "the pool of an RBD image"),
@@ -25,6 +25,7 @@ const CREATION: [(&str, &str); 10] = [
     ("objectSize", "the size of the objects of an RBD image"),
     ("stripeUnit", "the stripe unit of an RBD image; needs stripeCount"),
     ("stripeCount", "the number of objects that a stripe covers"),
+    ("compression", "the compression of a volume on an object store: lz4, none"),
     ("volumeNamePrefix", "the beginning of the volume's name in its storage"),
 ];
 
@@ -142,7 +143,7 @@ impl Controller {
     }
 
     fn place(&self, fixed: &BTreeMap<String, String>) -> Result<Place> {
-        let remote: Vec<&str> = CREATION[1..9]
+        let remote: Vec<&str> = CREATION[1..10]
             .iter()
             .map(|(key, _)| *key)
             .filter(|key| fixed.contains_key(*key))
@@ -179,12 +180,17 @@ impl Controller {
             _ => error,
         })?;
         if known.store.is_some() {
-            let of_rbd: Vec<&str> = remote.into_iter().filter(|key| *key != "clusterID").collect();
+            let is_of_rbd = |key: &&str| !["clusterID", "compression"].contains(key);
+            let of_rbd: Vec<&str> = remote.into_iter().filter(is_of_rbd).collect();
             if !of_rbd.is_empty() {
                 let message = format!("{id} is an object store, and has no {}", of_rbd.join(", "));
-                return Err(invalid(message).with_repair("use the parameter clusterID alone"));
+                return Err(invalid(message).with_repair("use clusterID and compression alone"));
             }
             return Ok(Place::Object { cluster: id });
+        }
+        if fixed.contains_key("compression") {
+            let message = format!("{id} is no object store, and has no compression of volumes");
+            return Err(invalid(message).with_repair("remove the parameter compression"));
         }
         let pool = needed("pool")?;
         let namespace = fixed.get("radosNamespace").unwrap_or(&known.rbd.rados_namespace).clone();
@@ -243,7 +249,8 @@ fn layout(fixed: &BTreeMap<String, String>) -> Result<Layout> {
     });
     let data_pool = fixed.get("dataPool").cloned();
     let object_size = size("objectSize")?;
-    Ok(Layout { features, object_size, stripes, data_pool, ..Layout::default() })
+    let compression = fixed.get("compression").cloned();
+    Ok(Layout { features, object_size, stripes, data_pool, compression, ..Layout::default() })
 }
 
 fn unknown(what: &str, key: &str, known: &[(&str, &str)]) -> Error {
@@ -333,6 +340,8 @@ mod tests {
         let parse = |pairs: &[(&str, &str)]| controller.parameters(map(pairs), BTreeMap::new());
         let place = parse(&[("clusterID", "o"), ("fsck", "never")]).unwrap().place;
         assert_eq!(place, Place::Object { cluster: "o".to_owned() });
+        let compressed = parse(&[("clusterID", "o"), ("compression", "lz4")]).unwrap();
+        assert_eq!(compressed.layout.compression.as_deref(), Some("lz4"));
         let error = parse(&[("clusterID", "o"), ("pool", "p")]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         assert!(error.message().contains("o is an object store, and has no pool"), "{error}");
@@ -345,6 +354,7 @@ mod tests {
             (&[("pool", "x")], "needs the parameter clusterID"),
             (&[("clusterID", "c1")], "needs the parameter pool"),
             (&[("clusterID", "c9"), ("pool", "p")], "\"c9\" is not known"),
+            (&[("clusterID", "c1"), ("pool", "p"), ("compression", "lz4")], "no object store"),
             (&[("directory", "none")], "there are: default, fast"),
             (&[("directory", "fast"), ("pool", "p")], "excludes pool"),
             (&[("encrypted", "yes")], "encrypted"),

@@ -11,8 +11,31 @@ pub const PAGE_BYTES: std::ops::RangeInclusive<u32> = 4 << 10..=16 << 20;
 /// The maximum length of the location of a parent in bytes.
 pub const MAX_LOCATION_BYTES: usize = 4096;
 
-/// The feature of a volume that has a parent.
-const HAS_PARENT: u32 = 1;
+/// The features of a volume that a reader must support, one bit for each.
+mod feature {
+    /// The volume has a parent.
+    pub(super) const PARENT: u32 = 1;
+    /// The data is compressed with LZ4.
+    pub(super) const LZ4: u32 = 2;
+    /// All that this build supports.
+    pub(super) const ALL: u32 = PARENT | LZ4;
+}
+
+/// How the data of a volume is compressed: each extent by itself, unless that makes it longer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Compression {
+    /// Blocks of LZ4, without a frame.
+    Lz4,
+}
+
+impl Compression {
+    /// The name for people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Lz4 => "lz4",
+        }
+    }
+}
 
 /// The description of a volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -27,6 +50,8 @@ pub struct Description {
     pub page_bytes: u32,
     /// For a clone, the content with which it begins.
     pub parent: Option<Parent>,
+    /// How the data of the volume itself is compressed.
+    pub compression: Option<Compression>,
 }
 
 /// The snapshot from which a volume was cloned.
@@ -41,13 +66,26 @@ pub struct Parent {
 }
 
 impl Description {
+    /// Describes a volume without a parent, whose data is stored as it is.
+    pub fn new(volume: VolumeId, nonce: Nonce, size: u64, page_bytes: u32) -> Self {
+        Self { volume, nonce, size, page_bytes, parent: None, compression: None }
+    }
+
+    fn features(&self) -> u32 {
+        let parent = if self.parent.is_some() { feature::PARENT } else { 0 };
+        let compression = match self.compression {
+            Some(Compression::Lz4) => feature::LZ4,
+            None => 0,
+        };
+        parent | compression
+    }
+
     /// Returns the object's bytes.
     pub fn encode(&self) -> Vec<u8> {
         let mut body = Writer::default();
         body.u64(self.size);
         body.u32(self.page_bytes);
-        // The features that a reader must support.
-        body.u32(if self.parent.is_some() { HAS_PARENT } else { 0 });
+        body.u32(self.features());
         if let Some(parent) = &self.parent {
             body.bytes(&parent.volume.0);
             body.long_text(&parent.location);
@@ -67,15 +105,16 @@ impl Description {
         let identity = Identity { volume, epoch: 0, number: 0 };
         let (nonce, mut body) = open(Kind::Description, identity, bytes)?;
         let (size, page_bytes, features) = (body.u64()?, body.u32()?, body.u32()?);
-        let parent = match features {
-            0 => None,
-            HAS_PARENT => Some(Parent::decode(&mut body)?),
-            other => return Err(Damage::Features(other)),
-        };
+        if features & !feature::ALL != 0 {
+            return Err(Damage::Features(features & !feature::ALL));
+        }
+        let has = |feature: u32| features & feature != 0;
+        let parent = has(feature::PARENT).then(|| Parent::decode(&mut body)).transpose()?;
+        let compression = has(feature::LZ4).then_some(Compression::Lz4);
         body.end()?;
         exact(bytes)?;
         match page_bytes.is_power_of_two() && PAGE_BYTES.contains(&page_bytes) {
-            true => Ok(Self { volume, nonce, size, page_bytes, parent }),
+            true => Ok(Self { volume, nonce, size, page_bytes, parent, compression }),
             false => Err(Damage::Field("size of the map's pages")),
         }
     }

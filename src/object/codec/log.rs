@@ -8,6 +8,10 @@
 //!
 //! The data of all writes and moves follows the header, in the order of the records and without gaps. So an
 //! extent has no position of its own in the record, and no two extents can overlap.
+//!
+//! An extent that is compressed has fewer bytes in the object than in the volume. Everything that refers to bytes of an
+//! object (the source of a relocation, the accounting) counts as if all extents were stored as they are; only the map
+//! has the stored position as well.
 
 use super::history::{History, decode_position, decode_snapshot, encode_position, encode_snapshot};
 use super::reader::{Reader, Writer};
@@ -38,29 +42,25 @@ pub struct Extent {
     pub offset: u64,
     /// The length in bytes, from 1 to [`MAX_EXTENT_BYTES`].
     pub length: u32,
-    /// The CRC32C of the data.
+    /// The CRC32C of the data as it is stored.
     pub checksum: u32,
+    /// The bytes by which compression has made it shorter; 0 if it is not compressed.
+    pub saved: u16,
 }
 
 impl Extent {
-    /// Describes `data` at `offset` of the volume.
+    /// Describes `data` at `offset` of the volume, which is stored as it is.
     ///
     /// # Panics
     /// Panics if the data is longer than 4 GiB.
     pub fn of(offset: u64, data: &[u8]) -> Self {
         let length = u32::try_from(data.len()).expect("an extent is short");
-        Self { offset, length, checksum: crc32c::crc32c(data) }
+        Self { offset, length, checksum: crc32c::crc32c(data), saved: 0 }
     }
 
-    /// Verifies the data of the extent.
-    ///
-    /// # Errors
-    /// Returns [`Damage::Data`] if the length or the checksum differs.
-    pub fn verify(&self, data: &[u8]) -> Result<(), Damage> {
-        match data.len() == self.length as usize && crc32c::crc32c(data) == self.checksum {
-            true => Ok(()),
-            false => Err(Damage::Data),
-        }
+    /// The bytes of the data that are left after compression.
+    pub fn packed_length(&self) -> u32 {
+        self.length - u32::from(self.saved)
     }
 }
 
@@ -167,10 +167,7 @@ impl LogObject {
 
     /// Returns the extents with their positions in the data.
     pub fn extents(&self) -> impl Iterator<Item = (u32, Extent)> {
-        let extents = self.records.iter().filter_map(|record| match record {
-            Record::Write(extent) | Record::Move(extent, _) => Some(*extent),
-            _ => None,
-        });
+        let extents = self.records.iter().filter_map(|record| record.extent().copied());
         extents.scan(0, |at, extent| {
             let begin = *at;
             *at += extent.length;
@@ -180,18 +177,23 @@ impl LogObject {
 }
 
 impl Record {
+    /// The extent whose data the object has for the record.
+    pub fn extent(&self) -> Option<&Extent> {
+        match self {
+            Self::Write(extent) | Self::Move(extent, _) => Some(extent),
+            _ => None,
+        }
+    }
+
     /// Returns the length of the record's data in bytes.
     fn data_bytes(&self) -> u64 {
-        match self {
-            Self::Write(extent) | Self::Move(extent, _) => extent.length.into(),
-            _ => 0,
-        }
+        self.extent().map_or(0, |extent| extent.length.into())
     }
 
     fn encode(&self, to: &mut Writer) {
         match self {
             Self::Write(extent) => {
-                to.u8(1);
+                to.u8(if extent.saved == 0 { 1 } else { 11 });
                 encode_extent(to, extent);
             }
             Self::Trim { offset, length } => {
@@ -205,7 +207,7 @@ impl Record {
                 to.u64(*length);
             }
             Self::Move(extent, source) => {
-                to.u8(4);
+                to.u8(if extent.saved == 0 { 4 } else { 12 });
                 encode_extent(to, extent);
                 encode_position(to, source.object);
                 to.u32(source.at);
@@ -239,7 +241,7 @@ impl Record {
 
     fn decode(from: &mut Reader<'_>) -> Result<Self, Damage> {
         Ok(match from.u8()? {
-            1 => Self::Write(decode_extent(from)?),
+            byte @ (1 | 11) => Self::Write(decode_extent(from, byte == 11)?),
             2 => {
                 let (offset, length) = decode_range(from)?;
                 Self::Trim { offset, length }
@@ -248,8 +250,8 @@ impl Record {
                 let (offset, length) = decode_range(from)?;
                 Self::WriteZeroes { offset, length }
             }
-            4 => {
-                let extent = decode_extent(from)?;
+            byte @ (4 | 12) => {
+                let extent = decode_extent(from, byte == 12)?;
                 let source = Source { object: decode_position(from)?, at: from.u32()? };
                 if u64::from(source.at) + u64::from(extent.length) > MAX_OBJECT_BYTES {
                     return Err(Damage::Field("source of a relocation"));
@@ -271,12 +273,18 @@ fn encode_extent(to: &mut Writer, extent: &Extent) {
     to.u64(extent.offset);
     to.u32(extent.length);
     to.u32(extent.checksum);
+    if extent.saved > 0 {
+        to.u16(extent.saved);
+    }
 }
 
-fn decode_extent(from: &mut Reader<'_>) -> Result<Extent, Damage> {
-    let extent = Extent { offset: from.u64()?, length: from.u32()?, checksum: from.u32()? };
+fn decode_extent(from: &mut Reader<'_>, is_packed: bool) -> Result<Extent, Damage> {
+    let (offset, length, checksum) = (from.u64()?, from.u32()?, from.u32()?);
+    let saved = if is_packed { from.u16()? } else { 0 };
+    let extent = Extent { offset, length, checksum, saved };
     let ends = extent.offset.checked_add(extent.length.into()).is_some();
-    match ends && (1..=MAX_EXTENT_BYTES).contains(&extent.length) {
+    let is_canonical = u32::from(saved) < length && is_packed == (saved > 0);
+    match ends && is_canonical && (1..=MAX_EXTENT_BYTES).contains(&extent.length) {
         true => Ok(extent),
         false => Err(Damage::Field("extent")),
     }

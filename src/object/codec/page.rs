@@ -3,7 +3,7 @@
 
 use super::log::{MAX_DATA_BYTES, MAX_EXTENT_BYTES};
 use super::reader::{Reader, Writer};
-use super::{Damage, Identity, Kind, exact, open, seal};
+use super::{Damage, Identity, Kind, exact, open, prefix, seal};
 use crate::name::{Nonce, Position};
 
 /// The maximum number of entries in a page of the map: a page covers 16 MiB of the volume, and no entry is
@@ -36,21 +36,37 @@ pub struct Entry {
     pub ancestor: u8,
     /// The log object.
     pub object: Position,
-    /// The first byte of the extent in the object, header included.
+    /// The first byte of the extent in the object, header included, if all extents were stored as they are.
     pub extent_at: u32,
     /// The length of the extent in bytes.
     pub extent_length: u32,
-    /// The CRC32C of the extent.
+    /// The first byte of what is stored of the extent in the object, header included.
+    pub stored_at: u32,
+    /// The bytes by which compression has made the extent shorter; 0 if it is not compressed.
+    pub saved: u16,
+    /// The CRC32C of the extent as it is stored.
     pub checksum: u32,
     /// The first byte of the range in the extent.
     pub skip: u32,
 }
 
-/// The length of an encoded entry in bytes.
+/// The length of an encoded entry in bytes: of an extent that is stored as it is, and of another one.
 const ENTRY_BYTES: usize = 41;
+const PACKED_ENTRY_BYTES: usize = ENTRY_BYTES + 6;
+
+impl Entry {
+    /// The bytes of the extent that are left after compression.
+    pub fn packed_length(&self) -> u32 {
+        self.extent_length - u32::from(self.saved)
+    }
+
+    fn is_packed(&self) -> bool {
+        self.stored_at != self.extent_at || self.saved > 0
+    }
+}
 
 /// A page of the map: entries in the order of their ranges, which do not overlap. What no entry covers reads
-/// as zeroes.
+/// as zeroes. The stored positions are encoded only if one of them differs from that of the extent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Leaf {
     /// Where the object belongs.
@@ -67,6 +83,7 @@ impl Leaf {
     /// Returns the object's bytes.
     pub fn encode(&self) -> Vec<u8> {
         debug_assert!(self.entries.len() <= MAX_ENTRIES);
+        let kind = kind_of(&self.entries);
         let mut body = Writer::default();
         body.u64(self.range);
         body.length(self.entries.len());
@@ -80,8 +97,12 @@ impl Leaf {
             body.u32(entry.extent_length);
             body.u32(entry.checksum);
             body.u32(entry.skip);
+            if kind == Kind::PackedLeaf {
+                body.u32(entry.stored_at);
+                body.u16(entry.saved);
+            }
         }
-        seal(Kind::Leaf, self.identity, self.nonce, body)
+        seal(kind, self.identity, self.nonce, body)
     }
 
     /// Decodes the page that was read under the name of `identity`.
@@ -89,18 +110,26 @@ impl Leaf {
     /// # Errors
     /// Returns an error if the bytes are not those of a page of the map with that name.
     pub fn decode(identity: Identity, bytes: &[u8]) -> Result<Self, Damage> {
-        let (nonce, mut body) = open(Kind::Leaf, identity, bytes)?;
+        let is_packed = prefix(bytes)? == Kind::PackedLeaf;
+        let (kind, entry_bytes) = match is_packed {
+            true => (Kind::PackedLeaf, PACKED_ENTRY_BYTES),
+            false => (Kind::Leaf, ENTRY_BYTES),
+        };
+        let (nonce, mut body) = open(kind, identity, bytes)?;
         let range = body.u64()?;
-        let count = body.count(ENTRY_BYTES, MAX_ENTRIES)?;
+        let count = body.count(entry_bytes, MAX_ENTRIES)?;
         let mut entries = Vec::with_capacity(count);
         let mut end = 0;
         for _ in 0..count {
-            let entry = decode_entry(&mut body)?;
+            let entry = decode_entry(&mut body, is_packed)?;
             if u64::from(entry.offset) < end {
                 return Err(Damage::Field("order of entries"));
             }
             end = u64::from(entry.offset) + u64::from(entry.length);
             entries.push(entry);
+        }
+        if kind_of(&entries) != kind {
+            return Err(Damage::Field("form of the entries"));
         }
         body.end()?;
         exact(bytes)?;
@@ -108,8 +137,15 @@ impl Leaf {
     }
 }
 
-fn decode_entry(from: &mut Reader<'_>) -> Result<Entry, Damage> {
-    let entry = Entry {
+fn kind_of(entries: &[Entry]) -> Kind {
+    match entries.iter().any(Entry::is_packed) {
+        true => Kind::PackedLeaf,
+        false => Kind::Leaf,
+    }
+}
+
+fn decode_entry(from: &mut Reader<'_>, is_packed: bool) -> Result<Entry, Damage> {
+    let mut entry = Entry {
         offset: from.u32()?,
         length: from.u32()?,
         ancestor: from.u8()?,
@@ -118,10 +154,17 @@ fn decode_entry(from: &mut Reader<'_>) -> Result<Entry, Damage> {
         extent_length: from.u32()?,
         checksum: from.u32()?,
         skip: from.u32()?,
+        stored_at: 0,
+        saved: 0,
+    };
+    (entry.stored_at, entry.saved) = match is_packed {
+        true => (from.u32()?, from.u16()?),
+        false => (entry.extent_at, 0),
     };
     let is_inside = u64::from(entry.skip) + u64::from(entry.length) <= entry.extent_length.into();
     let is_short = entry.length > 0 && entry.extent_length <= MAX_EXTENT_BYTES;
-    match is_inside && is_short && entry.offset.checked_add(entry.length).is_some() {
+    let is_packed = u32::from(entry.saved) < entry.extent_length;
+    match is_inside && is_short && is_packed && entry.offset.checked_add(entry.length).is_some() {
         true => Ok(entry),
         false => Err(Damage::Field("entry")),
     }

@@ -26,7 +26,7 @@ pub enum Damage {
     /// The checksum of the header is wrong.
     #[error("the checksum of the object's header is wrong")]
     Checksum,
-    /// The checksum of an extent is wrong.
+    /// The checksum of an extent is wrong, or its length.
     #[error("the checksum of the data is wrong")]
     Data,
     /// The object belongs to another volume, or to another name in this one.
@@ -63,6 +63,10 @@ impl<'a> Reader<'a> {
 
     pub(super) fn u8(&mut self) -> Result<u8, Damage> {
         Ok(self.array::<1>()?[0])
+    }
+
+    pub(super) fn u16(&mut self) -> Result<u16, Damage> {
+        Ok(u16::from_le_bytes(self.array()?))
     }
 
     pub(super) fn u32(&mut self) -> Result<u32, Damage> {

@@ -45,6 +45,7 @@ async fn create(actor: &Actor) -> Result<Option<(Client, String)>, Failure> {
         volume: VolumeId(volume),
         store: Arc::new(store.clone()),
         location: String::new(),
+        compression: parent.description().compression,
     };
     parent.create_clone(chosen.id, &new).await?;
     Ok(Some((store, chosen.name.clone())))

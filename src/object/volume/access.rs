@@ -1,11 +1,13 @@
 //! Access to the objects of one volume: retries, and puts whose outcome is decided by the nonce.
 
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
 use crate::cache::{Cache, Key};
-use crate::codec::{Damage, Description, Identity, PREFIX_BYTES, nonce_of};
+use crate::codec::{Damage, Description, Entry, Identity, PREFIX_BYTES, nonce_of};
 use crate::name::{Name, Nonce, Position, VolumeId};
+use crate::packing::Packing;
 use crate::rules::{Rule, applies};
 use crate::store::{Store, StoreError};
 
@@ -84,6 +86,8 @@ pub(super) struct Access {
     store: Arc<dyn Store>,
     pub(super) volume: VolumeId,
     pub(super) nonce: Nonce,
+    /// How the volume stores extents.
+    pub(super) packing: Packing,
     /// What the volume was cloned from.
     parent: Option<Arc<Ancestor>>,
     /// The cache of extents. The ancestors have the same one.
@@ -97,8 +101,15 @@ pub(super) struct Ancestor {
 }
 
 impl Access {
+    /// Access to the objects of a volume without its content.
     pub(super) fn new(store: Arc<dyn Store>, volume: VolumeId, nonce: Nonce) -> Self {
-        Self { store, volume, nonce, parent: None, cache: None }
+        Self { store, volume, nonce, packing: Packing::default(), parent: None, cache: None }
+    }
+
+    /// The access to the volume of a description, with its content.
+    pub(super) fn to(store: Arc<dyn Store>, description: &Description, nonce: Nonce) -> Self {
+        let packing = Packing::of(description);
+        Self { packing, ..Self::new(store, description.volume, nonce) }
     }
 
     /// The access of a clone to its parents.
@@ -215,6 +226,21 @@ impl Access {
     /// As [`Access::put`], with a limited number of attempts.
     pub(super) async fn put_soon(&self, name: Name, bytes: &[u8]) -> Result<Put, Failure> {
         self.put(name, bytes, MAX_ATTEMPTS).await
+    }
+
+    /// Verifies the stored bytes of an entry's extent, and returns its data.
+    ///
+    /// # Errors
+    /// Returns [`Failure::Damaged`] if they are damaged.
+    pub(super) fn unpack<'a>(
+        &self,
+        entry: &Entry,
+        stored: &'a [u8],
+    ) -> Result<Cow<'a, [u8]>, Failure> {
+        self.packing.unpack(entry, stored).map_err(|damage| {
+            let (name, range) = (Name::Slot(entry.object), Some(self.packing.stored(entry)));
+            Failure::Damaged { name, range, damage }
+        })
     }
 
     /// Reads a range of an object; `None` if there is no object.

@@ -116,7 +116,7 @@ impl ReadAhead {
 
     /// Adds an extent that is about to be read. Returns false if it is there already, or if there is no room.
     pub(super) fn begin(&mut self, stored: Stored) -> bool {
-        let length = u64::from(stored.length);
+        let length = u64::from(stored.data_length);
         while self.bytes + length > self.max_bytes {
             let Some(oldest) = self.order.pop_front() else { break };
             match self.extents.get(&oldest) {
@@ -150,7 +150,7 @@ impl ReadAhead {
 
     pub(super) fn remove(&mut self, stored: &Stored) {
         if self.extents.remove(stored).is_some() {
-            self.bytes -= u64::from(stored.length);
+            self.bytes -= u64::from(stored.data_length);
         }
     }
 

@@ -21,6 +21,14 @@ const PAGES_AHEAD: usize = 16;
 /// The memory for a page that is loaded ahead, at least. Without room for several nothing is loaded ahead.
 const PAGE_MEMORY_BYTES: usize = 16 << 10;
 
+/// Where an extent is, and where it was before it was relocated.
+struct Target {
+    /// Its place in the data of the object, and that of its stored bytes.
+    data_at: u32,
+    stored_at: u32,
+    from: Option<Source>,
+}
+
 impl Shared {
     /// Applies the records of a slot to the map. `header_bytes` is the position of the data in the object.
     pub(super) async fn apply_slot(
@@ -30,7 +38,8 @@ impl Shared {
         records: &[Record],
         patience: Patience,
     ) -> Result<(), Failure> {
-        let mut data_at = header_bytes;
+        let (mut data_at, mut stored_at) = (header_bytes, header_bytes);
+        let packing = self.access.packing;
         let bytes: u32 = records.iter().map(data_bytes).sum();
         self.lock().usage.add(at, bytes);
         for (number, record) in records.iter().enumerate() {
@@ -39,9 +48,13 @@ impl Shared {
                 self.load_pages(&records[number..end], patience).await?;
             }
             match record {
-                Record::Write(extent) => self.place(extent, at, (data_at, None), patience).await?,
+                Record::Write(extent) => {
+                    self.place(extent, at, Target { data_at, stored_at, from: None }, patience)
+                        .await?;
+                }
                 Record::Move(extent, from) => {
-                    self.place(extent, at, (data_at, Some(*from)), patience).await?;
+                    let from = Some(*from);
+                    self.place(extent, at, Target { data_at, stored_at, from }, patience).await?;
                 }
                 Record::Trim { offset, length } | Record::WriteZeroes { offset, length } => {
                     let end = (offset + length).min(self.size());
@@ -54,6 +67,7 @@ impl Shared {
                 Record::Resize(size) => self.resized(*size)?,
             }
             data_at += data_bytes(record);
+            stored_at += record.extent().map_or(0, |extent| packing.stored_length(extent));
         }
         Ok(())
     }
@@ -112,7 +126,7 @@ impl Shared {
         &self,
         extent: &Extent,
         at: Position,
-        (data_at, from): (u32, Option<Source>),
+        Target { data_at, stored_at, from }: Target,
         patience: Patience,
     ) -> Result<(), Failure> {
         let end = extent.offset + u64::from(extent.length);
@@ -128,6 +142,8 @@ impl Shared {
                 object: at,
                 extent_at: data_at,
                 extent_length: extent.length,
+                stored_at,
+                saved: extent.saved,
                 checksum: extent.checksum,
                 skip,
             };
@@ -172,10 +188,7 @@ fn put(state: &mut State, number: u64, entry: Entry, from: Option<Place>) -> Res
 }
 
 fn data_bytes(record: &Record) -> u32 {
-    match record {
-        Record::Write(extent) | Record::Move(extent, _) => extent.length,
-        _ => 0,
-    }
+    record.extent().map_or(0, |extent| extent.length)
 }
 
 /// A position within a page or an extent.

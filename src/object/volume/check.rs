@@ -100,7 +100,7 @@ impl Check {
             match failure {
                 None => {
                     let end = self.objects.entry(key(&group.entry)).or_default();
-                    *end = end_of(&group.entry).max(*end);
+                    *end = end_of(shared, &group.entry)?.max(*end);
                 }
                 Some(failure) => defects.extend(
                     group
@@ -134,12 +134,13 @@ impl Check {
     fn groups(&self, base: u64, entries: Vec<Entry>) -> Vec<Group> {
         let mut groups: BTreeMap<(u8, Position, u32), Group> = BTreeMap::new();
         for entry in entries {
-            let extent = if self.depth == Depth::Data { entry.extent_at } else { 0 };
+            let extent = if self.depth == Depth::Data { entry.stored_at } else { 0 };
             let key = (entry.ancestor, entry.object, extent);
             let group = groups.entry(key).or_insert(Group { entry, ranges: Vec::new() });
             let begin = base + u64::from(entry.offset);
             group.ranges.push(begin..begin + u64::from(entry.length));
-            if end_of(&entry) > end_of(&group.entry) {
+            // The extents of an object do not overlap, so this is also the order of their ends.
+            if entry.stored_at > group.entry.stored_at {
                 group.entry = entry;
             }
         }
@@ -167,7 +168,7 @@ async fn check_group(
 
 /// Checks the header of an object that is not known yet, and that the object reaches up to the end of the extent.
 async fn check_object(shared: &Shared, entry: &Entry, known: Option<u64>) -> Result<(), Failure> {
-    let (name, end) = (Name::Slot(entry.object), end_of(entry));
+    let (name, end) = (Name::Slot(entry.object), end_of(shared, entry)?);
     let access = shared.access.of(entry.ancestor)?;
     if known.is_none() {
         let identity = access.identity(entry.object.epoch, entry.object.slot);
@@ -192,8 +193,8 @@ fn key(entry: &Entry) -> (u8, Position) {
 }
 
 /// The end of the entry's extent in its object.
-fn end_of(entry: &Entry) -> u64 {
-    u64::from(entry.extent_at) + u64::from(entry.extent_length)
+fn end_of(shared: &Shared, entry: &Entry) -> Result<u64, Failure> {
+    Ok(shared.access.of(entry.ancestor)?.packing.stored(entry).end)
 }
 
 fn is_defect(failure: &Failure) -> bool {

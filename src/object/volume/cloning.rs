@@ -6,7 +6,7 @@ use super::access::{Access, Failure};
 use super::place::Place;
 use super::shared::Shared;
 use super::{Config, Volume};
-use crate::codec::{Description, MAX_LOCATION_BYTES, Parent};
+use crate::codec::{Compression, Description, MAX_LOCATION_BYTES, Parent};
 use crate::name::{Name, SnapshotId, VolumeId};
 use crate::rules::{Rule, applies};
 use crate::store::Store;
@@ -19,6 +19,8 @@ pub struct NewClone {
     pub store: Arc<dyn Store>,
     /// Where its parent is, for [`super::Parents`].
     pub location: String,
+    /// How its own data is compressed.
+    pub compression: Option<Compression>,
 }
 
 impl Place {
@@ -41,6 +43,7 @@ impl Place {
             nonce: self.access().nonce,
             size: found.size,
             page_bytes: own.page_bytes,
+            compression: new.compression,
             parent: Some(Parent {
                 volume: own.volume,
                 location: new.location.clone(),

@@ -6,7 +6,6 @@
 use std::collections::BTreeSet;
 
 use super::access::Failure;
-use super::fetch::open;
 use super::request::SECTOR_BYTES;
 use super::shared::{Shared, State};
 use super::sweep::Reach;
@@ -162,19 +161,19 @@ impl Shared {
         };
         let header = object.encode().len() as u64;
         let live = self.live_parts(victim, &object).await?;
-        let extent_at = |live: &Live| u64::from(live.entry.extent_at);
-        let Some(begin) = live.iter().map(extent_at).min() else { return Ok(()) };
-        let extent_end = |live: &Live| extent_at(live) + u64::from(live.entry.extent_length);
-        let end =
-            live.iter().map(extent_end).max().unwrap_or(begin).min(header + object.data_bytes());
+        let stored = |live: &Live| self.access.packing.stored(&live.entry);
+        let Some(begin) = live.iter().map(|live| stored(live).start).min() else { return Ok(()) };
+        let end = live.iter().map(|live| stored(live).end).max().unwrap_or(begin);
+        let end = end.min(header + self.access.packing.stored_bytes(&object));
         let Some(bytes) = self.access.read(name, begin..end).await? else {
             return Err(self.lost_now(victim).await);
         };
         for part in live {
             let entry = part.entry;
-            let at = usize::try_from(u64::from(entry.extent_at) - begin).unwrap_or(usize::MAX);
-            let extent = bytes.get(at..at + entry.extent_length as usize).unwrap_or_default();
-            let extent = open(&entry, extent)?;
+            let [from, to] = [stored(&part).start, stored(&part).end]
+                .map(|at| usize::try_from(at - begin).unwrap_or(usize::MAX));
+            let extent = bytes.get(from..to).unwrap_or_default();
+            let extent = self.access.unpack(&entry, extent)?;
             let data = &extent[entry.skip as usize..][..entry.length as usize];
             let at = place_of(&entry, entry.offset).at;
             let from = Source { object: victim, at };

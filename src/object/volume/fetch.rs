@@ -9,8 +9,7 @@ use super::access::Failure;
 use super::shared::Shared;
 use super::stored::Stored;
 use super::tasks::{Part, all};
-use crate::codec::{Entry, Extent};
-use crate::name::Name;
+use crate::codec::Entry;
 
 /// The reads of objects that one request has in flight.
 pub(super) const READS_IN_FLIGHT: usize = 16;
@@ -56,7 +55,7 @@ impl Shared {
                 let key = stored.key(access.volume);
                 let Some(bytes) = access.cached(key).await else { return Ok(Some(need)) };
                 // The bytes of the cache prove nothing: another process may have changed them.
-                match open(need.entry(), &bytes) {
+                match access.unpack(need.entry(), &bytes) {
                     Ok(data) => need.take(&data),
                     Err(_) => return Ok(Some(need)),
                 }
@@ -76,7 +75,7 @@ impl Shared {
         for need in needs {
             let stored = Stored::of(need.entry());
             let bytes = part(&bytes, stored.begin() - range.start..stored.end() - range.start);
-            let data = open(need.entry(), bytes)?;
+            let data = access.unpack(need.entry(), bytes)?;
             access.cache(stored.key(access.volume), bytes);
             need.take(&data);
         }
@@ -90,18 +89,7 @@ impl Shared {
         let access = self.access.of(stored.ancestor())?;
         let bytes = access.read(name, stored.begin()..stored.end()).await?;
         let bytes = bytes.ok_or(Failure::Lost(name))?;
-        open(entry, &bytes).map(Cow::into_owned)
-    }
-}
-
-/// Verifies the stored bytes of an extent, and returns its content.
-pub(super) fn open<'a>(entry: &Entry, bytes: &'a [u8]) -> Result<Cow<'a, [u8]>, Failure> {
-    let extent = Extent { offset: 0, length: entry.extent_length, checksum: entry.checksum };
-    let stored = Stored::of(entry);
-    let (name, range) = (Name::Slot(entry.object), Some(stored.begin()..stored.end()));
-    match extent.verify(bytes) {
-        Ok(()) => Ok(Cow::Borrowed(bytes)),
-        Err(damage) => Err(Failure::Damaged { name, range, damage }),
+        access.unpack(entry, &bytes).map(Cow::into_owned)
     }
 }
 

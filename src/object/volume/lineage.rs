@@ -57,7 +57,7 @@ pub(super) async fn find(
     }
     let mut behind = None;
     for (store, description) in found.into_iter().rev() {
-        let access = Access::new(store, description.volume, nonce).with_parent(behind.take());
+        let access = Access::to(store, &description, nonce).with_parent(behind.take());
         behind = Some(Ancestor { access, description });
     }
     behind.ok_or(Failure::Lost(Name::Description))

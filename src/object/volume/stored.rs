@@ -17,14 +17,16 @@ pub(super) struct Stored {
     ancestor: u8,
     object: Position,
     at: u32,
-    pub(super) length: u32,
+    length: u32,
+    /// The length of its data in bytes.
+    pub(super) data_length: u32,
 }
 
 impl Stored {
     /// The extent of an entry.
     pub(super) fn of(entry: &Entry) -> Self {
-        let Entry { ancestor, object, extent_at, extent_length, .. } = *entry;
-        Self { ancestor, object, at: extent_at, length: extent_length }
+        let Entry { ancestor, object, stored_at: at, extent_length: data_length, .. } = *entry;
+        Self { ancestor, object, at, length: entry.packed_length(), data_length }
     }
 
     /// The volume of the object.

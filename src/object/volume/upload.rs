@@ -1,9 +1,25 @@
 //! The puts of log objects, several at a time; acknowledgements stay in the order of the slots.
 
+use std::future::poll_fn;
+use std::sync::Arc;
+use std::task::Poll;
+
 use super::access::{Failure, Put, slot};
 use super::shared::{Shared, State};
 use super::tail::{Closed, Sending};
-use crate::codec::LogObject;
+use crate::codec::{LogObject, Record};
+use crate::packing::Packer;
+
+/// The data that is packed at once, in bytes. Other work goes on in between.
+const STEP_BYTES: usize = 256 << 10;
+
+/// A slot that is to be sent. No other upload sends it.
+struct Chosen {
+    number: u64,
+    confirmed: u64,
+    records: Arc<[Record]>,
+    data: Arc<Vec<u8>>,
+}
 
 impl Shared {
     /// Sends one slot after the other. Several of these run side by side.
@@ -17,7 +33,9 @@ impl Shared {
     }
 
     async fn upload_next(&self) -> Result<(), Failure> {
-        let (number, bytes) = self.wait(|state| self.start(state)).await?;
+        let chosen = self.wait(|state| self.start(state)).await?;
+        let number = chosen.number;
+        let bytes = self.build(chosen).await;
         let put = self.access.put(slot(self.epoch, number), &bytes, u32::MAX).await?;
         if put == Put::Foreign {
             return Err(Failure::Fenced);
@@ -32,9 +50,9 @@ impl Shared {
         Ok(())
     }
 
-    /// Chooses a slot to send, and returns the bytes of its object. Closes the open batch if it is full, or if a
-    /// flush waits for it and no other flush has a put in flight: flushes that arrive meanwhile share the next put.
-    fn start(&self, state: &mut State) -> Option<(u64, Vec<u8>)> {
+    /// Chooses a slot to send. Closes the open batch if it is full, or if a flush waits for it and no other flush has a
+    /// put in flight: flushes that arrive meanwhile share the next put.
+    fn start(&self, state: &mut State) -> Option<Chosen> {
         let tail = &mut state.tail;
         let is_waiting = |slot: &Closed| slot.sending == Sending::Waiting;
         let mut at = tail.slots.iter().position(is_waiting);
@@ -50,15 +68,65 @@ impl Shared {
         let (number, confirmed) = (tail.first + at as u64, tail.confirmed);
         let slot = &mut tail.slots[at];
         slot.sending = Sending::Sent;
-        let object = LogObject {
-            identity: self.access.identity(self.epoch, number),
-            nonce: self.access.nonce,
-            confirmed,
-            records: slot.records.to_vec(),
-        };
-        let mut bytes = object.encode();
-        slot.header_bytes = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
-        bytes.extend_from_slice(&slot.data);
-        Some((number, bytes))
+        let (records, data) = (Arc::clone(&slot.records), Arc::clone(&slot.data));
+        Some(Chosen { number, confirmed, records, data })
     }
+
+    /// Returns the bytes of the object of a slot. The slot gets the records as they are stored.
+    async fn build(&self, chosen: Chosen) -> Vec<u8> {
+        let Chosen { number, confirmed, records, data } = chosen;
+        let packed = match self.access.packing.is_plain() {
+            true => None,
+            false => Some(self.pack(&records, &data).await),
+        };
+        let (records, data) = match &packed {
+            Some((records, data)) => (records.clone(), data),
+            None => (records.to_vec(), &*data),
+        };
+        let identity = self.access.identity(self.epoch, number);
+        let object = LogObject { identity, nonce: self.access.nonce, confirmed, records };
+        let mut bytes = object.encode();
+        if let Some(slot) = self.lock().tail.slot(number) {
+            slot.header_bytes = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
+            if packed.is_some() {
+                slot.records = object.records.into();
+            }
+        }
+        bytes.extend_from_slice(data);
+        bytes
+    }
+
+    /// Returns the records of a slot as they are stored, and the stored data.
+    async fn pack(&self, records: &[Record], data: &[u8]) -> (Vec<Record>, Vec<u8>) {
+        let mut packer = Packer::new(self.access.packing);
+        let (mut packed, mut stored) = (Vec::with_capacity(records.len()), Vec::new());
+        let (mut at, mut yielded_at) = (0, 0);
+        for record in records {
+            let mut record = record.clone();
+            if let Record::Write(extent) | Record::Move(extent, _) = &mut record {
+                let plain = &data[at..][..extent.length as usize];
+                *extent = packer.pack(extent, plain, &mut stored);
+                at += plain.len();
+            }
+            packed.push(record);
+            if at - yielded_at >= STEP_BYTES {
+                yielded_at = at;
+                let_others_run().await;
+            }
+        }
+        (packed, stored)
+    }
+}
+
+/// Returns when the other work of the volume had its turn.
+async fn let_others_run() {
+    let mut is_second = false;
+    poll_fn(|context| {
+        if std::mem::replace(&mut is_second, true) {
+            return Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
 }

@@ -76,6 +76,7 @@ impl Target {
             stripe_unit_bytes: Some(stat.stripe_unit),
             stripe_count: Some(stat.stripe_count),
             data_pool: has_data_pool.then(|| image.data_pool()).transpose()?,
+            compression: None,
             features: layout::names(features),
             flags: flag_names(flags),
             parent: image.parent()?.map(|found| parent(&found)),

@@ -7,7 +7,7 @@ use librbd::{
 
 use cleat_backend::store::Layout;
 use cleat_backend::uri::{Size, invalid};
-use cleat_core::error::Result;
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// The features that a user may select, each with the features that it needs.
 const CHOOSABLE: [(&str, u64); 6] = [
@@ -49,6 +49,12 @@ pub(crate) fn new_image(layout: &Layout) -> Result<NewImage> {
         let size = Size(size);
         return Err(invalid(format!("the object size cannot be {size} bytes"))
             .with_repair("give a power of two from 4K to 32M"));
+    }
+    if layout.compression.is_some() {
+        let message = "an RBD image has no compression of its own";
+        return Err(Error::new(ErrorKind::Unsupported, message).with_repair(
+            "remove the option; a pool compresses: ceph osd pool set POOL compression_mode aggressive",
+        ));
     }
     if let Some((unit, count)) = layout.stripes {
         // The unit must divide the object size, which is a power of two.
