@@ -102,13 +102,7 @@ fn block_on<T>(future: impl Future<Output = T>) -> T {
 fn open(directory: &Path) -> Duration {
     let directory = tempfile::tempdir_in(directory).unwrap();
     let store = Arc::new(Directory::open(directory.path(), 1).unwrap());
-    let description = Description {
-        volume: VolumeId([1; 16]),
-        nonce: Nonce([2; 16]),
-        size: 16 << 30,
-        page_bytes: 1 << 20,
-        parent: None,
-    };
+    let description = Description::new(VolumeId([1; 16]), Nonce([2; 16]), 16 << 30, 1 << 20);
     block_on(Volume::create(store.clone(), &description)).unwrap();
     let config = Config::default();
     let volume = block_on(Volume::open(store, Nonce([3; 16]), "bench", config)).unwrap();

@@ -3,7 +3,7 @@
 //! and 128. Then what the tail file costs, against a volume that acknowledges from its own memory. STORE is
 //! `dir:/DIRECTORY` (the default is a temporary directory) or `s3://…`.
 //!
-//! `cargo bench --bench objects -- packing`: what compression costs in the engine alone, on a directory in memory.
+//! `cargo bench --bench objects -- packing`: what compression and encryption cost in the engine alone, on a directory in memory.
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -28,10 +28,12 @@ use std::time::{Duration, Instant};
 use cleat::backends::REGISTRY;
 use cleat_backend::store::Layout;
 use cleat_object::codec::{Compression, Description};
+use cleat_object::encryption::KeyFile;
 use cleat_object::name::{Nonce, VolumeId};
 use cleat_object::store::directory::Directory;
+use cleat_object::store::{Store, StoreError};
 use cleat_object::tail_memory::Memory;
-use cleat_object::volume::{Config, Keep, Place, Volume};
+use cleat_object::volume::{Config, Keep, Parents, Place, Volume};
 use cleat_worker::protocol::{FromWorker, Start};
 use nix::sys::uio::pwritev;
 use test_kit::nbd::kernel as nbd;
@@ -214,12 +216,24 @@ const ROUND: u64 = 64 << 20;
 struct Form {
     name: &'static str,
     compression: Option<Compression>,
+    is_encrypted: bool,
 }
 
-const FORMS: [Form; 2] = [
-    Form { name: "plain", compression: None },
-    Form { name: "lz4", compression: Some(Compression::Lz4) },
+const FORMS: [Form; 4] = [
+    Form { name: "plain", compression: None, is_encrypted: false },
+    Form { name: "lz4", compression: Some(Compression::Lz4), is_encrypted: false },
+    Form { name: "encrypted", compression: None, is_encrypted: true },
+    Form { name: "lz4, encrypted", compression: Some(Compression::Lz4), is_encrypted: true },
 ];
+
+/// No volume of the benchmark is a clone.
+struct NoParents;
+
+impl Parents for NoParents {
+    fn store(&self, _: &str) -> Result<Arc<dyn Store>, StoreError> {
+        Err(StoreError::NotFound)
+    }
+}
 
 /// Writes, flushes and reads volumes that store their data in different ways, one after the other.
 fn packing() {
@@ -264,12 +278,15 @@ fn noise() -> Vec<u8> {
 fn round(form: &Form, data: &[u8], block: usize) -> String {
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
     let store = Arc::new(Directory::open(directory.path(), 1).unwrap());
-    let description = Description {
+    let mut description = Description {
         compression: form.compression,
         ..Description::new(VolumeId([1; 16]), Nonce([2; 16]), SIZE, 1 << 20)
     };
+    let key = form.is_encrypted.then(|| KeyFile::new(&[7; 32]).unwrap());
+    description.key = key.as_ref().map(|file| file.wrap(&description, &[8; 32]));
     block_on(Volume::create(store.clone(), &description)).unwrap();
-    let place = block_on(Place::find(store, Nonce([3; 16]))).unwrap();
+    let found = Place::find_clone(store, Nonce([3; 16]), &NoParents, key.as_ref());
+    let place = block_on(found).unwrap();
     assert!(block_on(place.claim(1, "bench")).unwrap());
     let volume = block_on(place.open(1, Config::default())).unwrap();
     let blocks = || (0..ROUND).step_by(block);

@@ -168,8 +168,8 @@ volume list        {volumes: [{name, uri, id, size_bytes, parent, snapshots, wat
                    error: {kind, message, repair} | null}], next}
   next     the value of --after for the next part of the list, or null
 volume info        {name, uri, id, size_bytes, used_bytes, created_at_s, objects, object_size_bytes,
-                   object_prefix, stripe_unit_bytes, stripe_count, data_pool, compression, features,
-                   flags,
+                   object_prefix, stripe_unit_bytes, stripe_count, data_pool, compression, encryption,
+                   features, flags,
                    parent: {name, image_id, in_trash, overlap_bytes} | null, snapshots: [snapshot],
                    clones, claim, watchers: [{client, address}], locks: [{client, cookie, address}]}
   snapshot {id, name, size_bytes, created_at_s, protected, kind: user, trash, mirror or other}

@@ -14,7 +14,7 @@ use crate::home::Home;
 use crate::image::identity;
 use crate::labels::VolumeLabels;
 use crate::manage::{ObjectStore, check_compression, check_layout};
-use crate::nonce::random;
+use crate::nonce::{key, random};
 use crate::spec::VolumeAt;
 use crate::timeouts::{CALL_TIMEOUT, after};
 
@@ -56,6 +56,7 @@ impl CloneStore for ObjectStore {
             store: self.connection.store(name)?,
             location: parent.name.clone(),
             compression: compression.unwrap_or(place.description().compression),
+            key: self.key.clone().map(|file| Ok((file, key()?))).transpose()?,
         };
         let labels = VolumeLabels { store: &*new.store, shown: &clone.shown(), volume: new.volume };
         labels.set(&layout.labels)?;

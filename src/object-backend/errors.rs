@@ -43,6 +43,7 @@ pub(crate) fn failed(name: &str, failure: Failure) -> Error {
             format!("{name} was written by another build"),
             "use the build of cleat that has written the volume",
         ),
+        Failure::Locked | Failure::WrongKey | Failure::NotEncrypted => key_error(name, &failure),
         Failure::NoSnapshot => {
             return Error::new(ErrorKind::NotFound, format!("{name}: the snapshot does not exist"))
                 .with_repair("cleat volume snapshot ls shows the snapshots");
@@ -66,6 +67,27 @@ pub(crate) fn failed(name: &str, failure: Failure) -> Error {
         }
     };
     Error::new(kind, message).with_source(failure).with_repair(repair)
+}
+
+/// Returns the kind, the message and the repair for a key file that is missing or wrong.
+fn key_error(name: &str, failure: &Failure) -> (ErrorKind, String, &'static str) {
+    match failure {
+        Failure::Locked => (
+            ErrorKind::InvalidArgument,
+            format!("{name} needs its key file"),
+            "add key_file=/PATH to the URI",
+        ),
+        Failure::NotEncrypted => (
+            ErrorKind::InvalidArgument,
+            format!("{name} has no key"),
+            "remove key_file= from the URI, or use another volume",
+        ),
+        _ => (
+            ErrorKind::PermissionDenied,
+            format!("{name} cannot be decrypted"),
+            "use the key file with which the volume was created",
+        ),
+    }
 }
 
 /// Returns the error for a volume that has no such snapshot.

@@ -2,15 +2,21 @@
 
 pub(crate) mod directory;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use cleat_backend::uri::{Options, invalid};
 use cleat_backend::{CredentialFile, CredentialSet};
 use cleat_core::error::Result;
+use cleat_object::encryption::{KeyFile, MIN_KEY_FILE_BYTES};
 
 use crate::connection::{Access, Connection};
+use crate::naming::KEY_FILE;
 use crate::remote::{Bucket, Provider, RemoteHome};
 use directory::Local;
+
+/// The maximum length of a key file in bytes.
+const MAX_KEY_FILE: usize = 4096;
 
 /// A place that holds volumes, and how it is accessed. It contains no secret.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -67,9 +73,37 @@ impl Home {
 
     pub(crate) fn options(&self) -> Vec<(String, String)> {
         match self {
-            Self::Directory(_) => Vec::new(),
+            Self::Directory(local) => {
+                let path = |path: &PathBuf| path.to_string_lossy().into_owned();
+                local.key_file.iter().map(|file| (KEY_FILE.to_owned(), path(file))).collect()
+            }
             Self::Bucket(bucket) => bucket.options(),
         }
+    }
+
+    /// The key file of encrypted volumes.
+    fn key_file(&self) -> Option<CredentialFile> {
+        let path = match self {
+            Self::Directory(local) => local.key_file.clone(),
+            Self::Bucket(bucket) => bucket.key_file.clone(),
+        };
+        let (what, option, max_bytes) = ("key", KEY_FILE, MAX_KEY_FILE);
+        path.map(|path| CredentialFile { path, what, option, max_bytes })
+    }
+
+    /// Returns the key that the URI names.
+    ///
+    /// # Errors
+    /// Returns `InvalidArgument` if it is too short.
+    pub(crate) fn key(&self, credentials: &CredentialSet) -> Result<Option<KeyFile>> {
+        let Some(file) = self.key_file() else { return Ok(None) };
+        let key = KeyFile::new(credentials.get(&file.path)?.bytes());
+        key.map(Some).ok_or_else(|| {
+            let shown = file.path.display();
+            invalid(format!("the {file} has less than {MIN_KEY_FILE_BYTES} bytes")).with_repair(
+                format!("write random bytes to a new file: head -c 32 /dev/urandom > {shown}"),
+            )
+        })
     }
 
     /// Returns a volume's name with its place, for messages.
@@ -81,10 +115,11 @@ impl Home {
     }
 
     pub(crate) fn credential_files(&self) -> Vec<CredentialFile> {
-        match self {
-            Self::Directory(_) => Vec::new(),
-            Self::Bucket(bucket) => vec![bucket.credential_file()],
-        }
+        let access = match self {
+            Self::Directory(_) => None,
+            Self::Bucket(bucket) => Some(bucket.credential_file()),
+        };
+        access.into_iter().chain(self.key_file()).collect()
     }
 
     /// Returns what a process that serves the volume `name` needs.
@@ -111,14 +146,19 @@ impl Home {
     /// # Errors
     /// Returns `InvalidArgument` for another kind of home.
     pub(crate) fn with_access_of(&self, other: &Self) -> Result<Self> {
+        let differ =
+            || invalid("the options of the two volumes differ, but one client serves both");
         match (self, other) {
-            (Self::Directory(_), Self::Directory(_)) => Ok(self.clone()),
+            (Self::Directory(one), Self::Directory(other)) => {
+                let mut with = one.clone();
+                with.key_file = with.key_file.or_else(|| other.key_file.clone());
+                let is_same = other.key_file.is_none() || with.key_file == other.key_file;
+                is_same.then_some(Self::Directory(with)).ok_or_else(differ)
+            }
             (Self::Bucket(one), Self::Bucket(other)) if one.options() == other.options() => {
                 Ok(self.clone())
             }
-            (Self::Bucket(_), Self::Bucket(_)) => {
-                Err(invalid("the options of the two volumes differ, but one client serves both"))
-            }
+            (Self::Bucket(_), Self::Bucket(_)) => Err(differ()),
             _ => Err(invalid("the two volumes have different kinds of stores")),
         }
     }

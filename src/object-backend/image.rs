@@ -18,6 +18,7 @@ use cleat_core::error::{Error, Result};
 use cleat_core::volume::{BlockSizes, Features};
 use cleat_object::cache::Cache;
 use cleat_object::codec::Description;
+use cleat_object::encryption::KeyFile;
 use cleat_object::name::{SnapshotId, VolumeId};
 use cleat_object::store::Store;
 use cleat_object::volume::{Config, Keep, Place};
@@ -26,7 +27,7 @@ use cleat_sys::ring::Ring;
 use crate::cache::FileCache;
 use crate::claim::decision::Purpose;
 use crate::connection::Connection;
-use crate::errors::{no_snapshot, wait};
+use crate::errors::{failed, no_snapshot, wait};
 use crate::executor::Executor;
 use crate::nonce::nonce;
 use crate::parents;
@@ -48,6 +49,8 @@ pub(crate) struct ObjectImage {
     store: Arc<Watched>,
     identity: VolumeIdentity,
     claimant: Claimant,
+    /// The key file of an encrypted volume.
+    key: Option<KeyFile>,
     /// The tail memory, for a writer.
     keep: Option<Keep>,
     cache: Option<Arc<dyn Cache>>,
@@ -123,8 +126,10 @@ impl ObjectImage {
         let store = Arc::new(Watched::new(connection.store(&spec.name)?, Arc::new(SystemClock)));
         let name = spec.shown();
         let dynamic: Arc<dyn Store> = Arc::<Watched>::clone(&store);
-        let place =
-            wait(&name, after(CALL_TIMEOUT), parents::find(&*connection, dynamic, nonce()?))?;
+        let key = spec.home.key(&options.credentials)?;
+        let found = parents::find(&*connection, dynamic, nonce()?, key.as_ref());
+        let place = wait(&name, after(CALL_TIMEOUT), found)?;
+        place.check_key().map_err(|failure| failed(&name, failure))?;
         let cache: Option<Arc<dyn Cache>> = match options.cache_files.as_slice() {
             [] => None,
             files => Some(Arc::new(FileCache::open(files)?)),
@@ -151,6 +156,7 @@ impl ObjectImage {
             store,
             identity,
             claimant: options.claimant.clone(),
+            key,
             keep,
             cache,
             read_only: options.read_only || snapshot.is_some(),
@@ -173,7 +179,7 @@ impl ObjectImage {
     /// Finds the volume again, to claim it with a new identity.
     fn place(&self) -> Result<Place> {
         let store: Arc<dyn Store> = Arc::<Watched>::clone(&self.store);
-        let found = parents::find(&*self.connection, store, nonce()?);
+        let found = parents::find(&*self.connection, store, nonce()?, self.key.as_ref());
         let place = wait(&self.shared.name, after(CALL_TIMEOUT), found)?;
         Ok(with_cache(place, self.cache.as_ref()))
     }

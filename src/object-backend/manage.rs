@@ -12,6 +12,7 @@ use cleat_backend::store::{
 use cleat_backend::uri::{Size, VolumeUri, invalid};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_object::codec::{Compression, Description};
+use cleat_object::encryption::KeyFile;
 use cleat_object::name::{Name, VolumeId};
 use cleat_object::store as objects;
 use cleat_object::volume::{Config, Place, Volume};
@@ -26,7 +27,7 @@ use crate::fence::end;
 use crate::home::Home;
 use crate::image::identity;
 use crate::labels::VolumeLabels;
-use crate::nonce::{nonce, random};
+use crate::nonce::{key, nonce, random};
 use crate::parents;
 use crate::spec::VolumeAt;
 use crate::table::described;
@@ -36,11 +37,16 @@ use crate::writer::change;
 /// The range of the volume that a page of the map covers, in bytes.
 const PAGE_BYTES: u32 = 1 << 20;
 
+/// The encryption, for people.
+const ENCRYPTION: &str = "aes-256-gcm";
+
 /// A home with its volumes.
 pub(crate) struct ObjectStore {
     pub(crate) home: Home,
     pub(crate) connection: Arc<dyn Connection>,
     pub(crate) claimant: Claimant,
+    /// The key file of encrypted volumes.
+    pub(crate) key: Option<KeyFile>,
 }
 
 impl ObjectStore {
@@ -55,7 +61,8 @@ impl ObjectStore {
     ) -> Result<Self> {
         credentials.complete(&home.credential_files())?;
         let connection = home.connect(&credentials)?;
-        Ok(Self { home: home.clone(), connection, claimant: claimant.clone() })
+        let key = home.key(&credentials)?;
+        Ok(Self { home: home.clone(), connection, claimant: claimant.clone(), key })
     }
 
     pub(crate) fn volume(&self, name: &str) -> Result<VolumeAt> {
@@ -66,7 +73,7 @@ impl ObjectStore {
     pub(crate) fn find(&self, name: &str) -> Result<Option<(VolumeAt, Place)>> {
         let volume = self.volume(name)?;
         let found = self.connection.store(name).and_then(|store| {
-            let found = parents::find(&*self.connection, store, nonce()?);
+            let found = parents::find(&*self.connection, store, nonce()?, self.key.as_ref());
             wait(&volume.shown(), after(CALL_TIMEOUT), found)
         });
         Ok(if_found(found)?.map(|place| (volume, place)))
@@ -197,10 +204,13 @@ impl Store for ObjectStore {
         self.connection.prepare(name)?;
         let store = self.connection.store(name)?;
         let volume = VolumeId(random()?);
-        let description = Description {
+        let mut description = Description {
             compression: compression.flatten(),
             ..Description::new(volume, nonce()?, size, PAGE_BYTES)
         };
+        if let Some(file) = &self.key {
+            description.key = Some(file.wrap(&description, &*key()?));
+        }
         let labels = VolumeLabels { store: &*store, shown: &shown, volume };
         labels.set(&layout.labels)?;
         let created = Volume::create(Arc::clone(&store), &description);
@@ -306,6 +316,7 @@ impl Store for ObjectStore {
             used_bytes: Some(status.live_bytes),
             objects: u64::try_from(status.objects).ok(),
             compression: place.description().compression.map(|used| used.name().to_owned()),
+            encryption: place.description().key.map(|_| ENCRYPTION.to_owned()),
             claim,
             watchers: watcher.into_iter().collect(),
             parent: Self::parent(&place),

@@ -3,6 +3,9 @@
 use cleat_backend::uri::{invalid, shown};
 use cleat_core::error::Result;
 
+/// The option of a URI that names the key file.
+pub(crate) const KEY_FILE: &str = "key_file";
+
 /// The maximum length of a volume's name, in bytes.
 pub(crate) const MAX_NAME: usize = 200;
 

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use cleat_core::error::ErrorKind;
+use cleat_object::encryption::KeyFile;
 use cleat_object::name::Nonce;
 use cleat_object::store::{Store, StoreError};
 use cleat_object::volume::{Failure, Parents, Place};
@@ -34,6 +35,7 @@ pub(crate) async fn find(
     home: &dyn Connection,
     store: Arc<dyn Store>,
     nonce: Nonce,
+    key: Option<&KeyFile>,
 ) -> Result<Place, Failure> {
-    Place::find_clone(store, nonce, &InHome(home)).await
+    Place::find_clone(store, nonce, &InHome(home), key).await
 }

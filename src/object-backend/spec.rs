@@ -109,7 +109,8 @@ mod tests {
         for uri in [
             "s3://b/v?credentials_file=/k",
             "s3://b/v?endpoint=https://h:443&region=eu&credentials_file=/k&ca_file=/c",
-            "gs://b/v?credentials_file=/k",
+            "gs://b/v?credentials_file=/k&key_file=/key",
+            "dir:/a/v?key_file=/key",
             "az://c/p/v?endpoint=http://127.0.0.1:10000/name&account=name&credentials_file=/k",
         ] {
             assert_eq!(parse(uri).unwrap(), uri);
@@ -156,6 +157,7 @@ mod tests {
             ("endpoint=https://h&credentials_file=/k&ca_file=k", "absolute path"),
             ("credentials_file=/k&account=a", "no option"),
             ("endpoint=http://h&credentials_file=k", "absolute path"),
+            ("credentials_file=/k&key_file=k", "key_file needs an absolute path"),
             ("endpoint=http://h&credentials_file=/k&region=a b", "region"),
             ("endpoint=http://h&credentials_file=/k&secret=x", "no option"),
         ] {

@@ -25,6 +25,7 @@ pub(crate) fn change<T, F>(
 where
     F: Future<Output = std::result::Result<T, Failure>>,
 {
+    place.check_key().map_err(|failure| failed(shown, failure))?;
     let (purpose, usage, clock) = (Purpose::Open, Use::Serve, &SystemClock);
     let attempt = Attempt { place, name: shown, claimant, purpose, usage, only: None, clock };
     let executor = Executor::start("object-change")

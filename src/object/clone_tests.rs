@@ -3,7 +3,10 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
+use zeroize::Zeroizing;
+
 use crate::codec::Compression;
+use crate::encryption::KeyFile;
 use crate::name::{Nonce, SnapshotId, VolumeId};
 use crate::rules::{Rule, without};
 use crate::snapshot_tests::{settle, take};
@@ -23,19 +26,32 @@ impl Parents for Stores<'_> {
 
 impl Stores<'_> {
     fn place(&self, at: usize, nonce: u8) -> Place {
-        let store = Arc::clone(&self.0[at]);
-        block_on(Place::find_clone(store, Nonce([nonce; 16]), self)).unwrap()
+        self.find(at, nonce, None).unwrap()
     }
 
-    pub(crate) fn open(&self, at: usize, nonce: u8) -> Volume {
-        let place = self.place(at, nonce);
+    pub(crate) fn find(
+        &self,
+        at: usize,
+        nonce: u8,
+        key: Option<&KeyFile>,
+    ) -> Result<Place, Failure> {
+        let store = Arc::clone(&self.0[at]);
+        block_on(Place::find_clone(store, Nonce([nonce; 16]), self, key))
+    }
+
+    fn open(&self, at: usize, nonce: u8) -> Volume {
+        self.open_with(at, nonce, None)
+    }
+
+    pub(crate) fn open_with(&self, at: usize, nonce: u8, key: Option<&KeyFile>) -> Volume {
+        let place = self.find(at, nonce, key).unwrap();
         let opened = async { place.open(place.claim_next("node").await?, Config::default()).await };
         block_on(opened).unwrap()
     }
 
     /// Clones a snapshot of the volume in the store before.
     fn clone_to(&self, at: usize, snapshot: SnapshotId) -> Result<(), Failure> {
-        self.clone_with(at, snapshot, None)
+        self.clone_with(at, snapshot, None, None)
     }
 
     pub(crate) fn clone_with(
@@ -43,11 +59,14 @@ impl Stores<'_> {
         at: usize,
         snapshot: SnapshotId,
         compression: Option<Compression>,
+        key: Option<&KeyFile>,
     ) -> Result<(), Failure> {
         let (store, location) = (Arc::clone(&self.0[at]), (at - 1).to_string());
         let volume = VolumeId([u8::try_from(at).unwrap() + 10; 16]);
-        let new = NewClone { volume, store, location, compression };
-        block_on(self.place(at - 1, 99).create_clone(snapshot, &new))
+        let parent = self.find(at - 1, 99, key)?;
+        let key = key.map(|file| (file.clone(), Zeroizing::new([4; 32])));
+        let new = NewClone { volume, store, location, compression, key };
+        block_on(parent.create_clone(snapshot, &new))
     }
 }
 

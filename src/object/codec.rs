@@ -36,7 +36,9 @@ mod snapshot;
 mod tests;
 
 pub use checkpoint::Checkpoint;
-pub use description::{Compression, Description, MAX_LOCATION_BYTES, PAGE_BYTES, Parent};
+pub use description::{
+    Compression, Description, MAX_LOCATION_BYTES, PAGE_BYTES, Parent, WrappedKey,
+};
 pub use history::{History, MAX_CUTS};
 pub use log::{Extent, LogObject, MAX_DATA_BYTES, MAX_EXTENT_BYTES, MAX_RECORDS, Record, Source};
 pub use page::{Entry, Index, Leaf, MAX_CHILDREN, MAX_ENTRIES, PageId, Usage, Used};

@@ -18,6 +18,7 @@ pub mod cache;
 #[cfg(test)]
 mod clone_tests;
 pub mod codec;
+pub mod encryption;
 pub mod map;
 #[cfg(test)]
 mod model;

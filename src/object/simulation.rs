@@ -22,6 +22,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Wake, Waker};
 
 use crate::codec::{Compression, Description};
+use crate::encryption::KeyFile;
 use crate::name::{Nonce, VolumeId};
 use crate::rules::{Rule, without};
 use crate::volume::{Config, Failure, Volume};
@@ -99,6 +100,8 @@ struct World {
     rates: [u64; 3],
     /// Nodes clone snapshots, too.
     has_clones: bool,
+    /// The key file of an encrypted volume.
+    key: Option<KeyFile>,
 }
 
 impl World {
@@ -129,6 +132,7 @@ impl World {
             started: 0,
             rams: Vec::new(),
             rates,
+            key: [1, 2, 3].contains(&(seed % 8)).then(|| KeyFile::new(&[7; 32]).unwrap()),
         }
     }
 
@@ -167,6 +171,7 @@ impl World {
             written: self.written,
             idle,
             ram: None,
+            key: self.key.clone(),
         }
     }
 
@@ -337,10 +342,11 @@ fn run(seed: u64, is_traced: bool) -> Result<Done, String> {
         life: Life::default(),
     };
     let (volume, size) = (VolumeId([7; 16]), (SECTORS * SECTOR) as u64);
-    // Some runs have a volume whose data is compressed.
-    let compression = (seed % 8 < 4).then_some(Compression::Lz4);
-    let description =
-        Description { compression, ..Description::new(volume, Nonce([9; 16]), size, 4096) };
+    // Some runs have a volume whose data is compressed or encrypted.
+    let compression = [0, 2, 3].contains(&(seed % 8)).then_some(Compression::Lz4);
+    let description = Description::new(volume, Nonce([9; 16]), size, 4096);
+    let mut description = Description { compression, ..description };
+    description.key = world.key.as_ref().map(|file| file.wrap(&description, &[3; 32]));
     let faults = std::mem::take(&mut world.cloud().faults);
     let store = Arc::new(client);
     world.finish(async move { Volume::create(store, &description).await }).unwrap().unwrap();

@@ -119,7 +119,8 @@ suite! {
     objects_in_a_directory: Place::objects();
     objects_in_s3: Place::s3();
     objects_in_minio: Place::minio();
-    objects_packed: Place::packed_objects();
+    objects_packed: Place::packed_objects().with_cache();
+    objects_of_an_encrypted_clone: Place::encrypted_clones();
     objects_of_a_clone: Place::clones();
     objects_with_a_cache: Place::objects().with_cache();
 }

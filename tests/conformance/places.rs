@@ -2,7 +2,8 @@
 
 use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
@@ -87,12 +88,19 @@ impl Place {
         place
     }
 
-    /// Returns a source of volumes whose data is compressed.
+    /// Returns a source of volumes whose data is compressed and encrypted.
     pub fn packed_objects() -> Self {
         let mut place = Self::objects();
-        if let Kind::Objects { layout, .. } = &mut place.kind {
-            layout.compression = Some("lz4".to_owned());
-        }
+        let store = keyed_store(place.directory.path(), "key");
+        let layout = Layout { compression: Some("lz4".to_owned()), ..Layout::default() };
+        place.kind = Kind::Objects { store, layout };
+        place
+    }
+
+    /// Returns a source of clones of encrypted volumes.
+    pub fn encrypted_clones() -> Self {
+        let mut place = Self::clones();
+        place.kind = Kind::Clones { store: keyed_store(place.directory.path(), "key") };
         place
     }
 
@@ -127,7 +135,7 @@ impl Place {
     /// Returns a source of volumes in the MinIO that all tests of the process share.
     pub fn minio() -> Self {
         let mut place = Self::new(Kind::Mem, on_disk(), "");
-        place.kind = Kind::Objects { store: minio_store(&place.name()) };
+        place.kind = Kind::Objects { store: minio_store(&place.name()), layout: Layout::default() };
         place
     }
 
@@ -241,6 +249,14 @@ pub fn minio_store(prefix: &str) -> String {
     let minio = minio::shared();
     let (bucket, endpoint, keys) = (minio::BUCKET, minio.endpoint(), minio.credentials());
     format!("s3://{bucket}/{prefix}?endpoint=http://{endpoint}&credentials_file={}", keys.display())
+}
+
+/// Creates a key file in a directory. Returns the URI of the directory as a store of volumes with this key.
+pub fn keyed_store(directory: &Path, file: &str) -> String {
+    let key = directory.join(file);
+    std::fs::write(&key, format!("{file:x<40}")).unwrap();
+    std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o600)).unwrap();
+    format!("dir:{}?key_file={}", directory.display(), key.display())
 }
 
 /// Creates the volume `v` in a store of objects, and returns its URI.

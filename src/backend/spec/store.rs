@@ -436,6 +436,8 @@ pub struct Info {
     pub data_pool: Option<String>,
     /// The compression of the data, by its name; null if there is none.
     pub compression: Option<String>,
+    /// The encryption of the data with a key file, by the name of its cipher; null if there is none.
+    pub encryption: Option<String>,
     /// The features, by their names in `rbd`.
     pub features: Vec<String>,
     /// The records of features (for example the object map) that are not valid.

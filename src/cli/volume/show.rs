@@ -136,6 +136,7 @@ fn described(info: &store::Info) -> String {
     line("objects", objects(info));
     line("data pool", info.data_pool.clone().unwrap_or_default());
     line("compression", info.compression.clone().unwrap_or_default());
+    line("encryption", info.encryption.clone().unwrap_or_default());
     line("features", info.features.join(", "));
     line("flags", info.flags.join(", "));
     let parent = info.parent.as_ref();

@@ -16,7 +16,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
-use cleat_backend::uri::{Encoded, Options, decode, invalid, shown};
+use cleat_backend::uri::{Encoded, Options, decode, invalid, secret_path, shown};
 use cleat_backend::{CredentialSet, Network};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_object::codec::Description;
@@ -25,7 +25,7 @@ use cleat_object::store::Store;
 use cleat_object::store::directory::{Directory, remove_temporary};
 
 use crate::connection::{Access, Connection};
-use crate::naming::is_name;
+use crate::naming::{KEY_FILE, is_name};
 use crate::nonce::{self, token};
 
 pub(crate) const SCHEME: &str = "dir";
@@ -50,16 +50,17 @@ const MAX_DESCRIPTION: u64 = 64 << 10;
 pub(crate) struct Local {
     /// The absolute path.
     path: PathBuf,
+    /// The key file of encrypted volumes.
+    pub(super) key_file: Option<PathBuf>,
 }
 
 impl Local {
     pub(super) fn parse(location: &str, options: Options) -> Result<Self> {
-        options.finish("dir:", &[])?;
-        Ok(Self { path: path(location)? })
+        Ok(Self { key_file: key_file(options)?, path: path(location)? })
     }
 
     pub(super) fn parse_volume(location: &str, options: Options) -> Result<(Self, String)> {
-        options.finish("dir:", &[])?;
+        let key_file = key_file(options)?;
         let whole = path(location)?;
         let name = whole.file_name().ok_or_else(|| {
             invalid("dir: needs a directory and the name of a volume in it")
@@ -67,7 +68,7 @@ impl Local {
         })?;
         let name = name.to_str().map(str::to_owned);
         let name = name.ok_or_else(|| invalid("the name of the volume is not UTF-8"))?;
-        Ok((Self { path: whole.parent().unwrap_or(Path::new("/")).to_owned() }, name))
+        Ok((Self { path: whole.parent().unwrap_or(Path::new("/")).to_owned(), key_file }, name))
     }
 
     pub(super) fn location(&self, name: Option<&str>) -> String {
@@ -222,6 +223,12 @@ fn description(objects: &Path) -> Option<Description> {
     let file = File::open(objects.join(Name::Description.to_string())).ok()?;
     file.take(MAX_DESCRIPTION).read_to_end(&mut bytes).ok()?;
     Description::decode(&bytes).ok()
+}
+
+fn key_file(mut options: Options) -> Result<Option<PathBuf>> {
+    let given = options.take(KEY_FILE);
+    options.finish("dir:", &[KEY_FILE])?;
+    given.map(|path| secret_path(&path, KEY_FILE)).transpose()
 }
 
 /// Parses the part of a URI behind `dir:`.

@@ -199,6 +199,9 @@ impl Shared {
             Failure::Store { .. }
             | Failure::NoSnapshot
             | Failure::HasClones
+            | Failure::Locked
+            | Failure::WrongKey
+            | Failure::NotEncrypted
             | Failure::Invalid(_) => {}
         }
     }

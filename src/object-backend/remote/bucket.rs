@@ -3,13 +3,13 @@
 
 use std::path::PathBuf;
 
-use cleat_backend::uri::{Encoded, Options, absolute_path, decode, invalid, shown};
+use cleat_backend::uri::{Encoded, Options, absolute_path, decode, invalid, secret_path, shown};
 use cleat_backend::{CredentialFile, Network};
 use cleat_core::error::{Error, Result};
 
 use super::keys::MAX_BYTES;
 use crate::connection::Access;
-use crate::naming::is_name;
+use crate::naming::{KEY_FILE, is_name};
 use crate::nonce;
 
 /// The region of stores that have none.
@@ -60,9 +60,9 @@ impl Provider {
     /// Returns the options of its URIs.
     fn options(self) -> &'static [&'static str] {
         match self {
-            Self::Amazon => &["endpoint", "region", "credentials_file", "ca_file"],
-            Self::Google => &["endpoint", "credentials_file", "ca_file"],
-            Self::Azure => &["endpoint", "account", "credentials_file", "ca_file"],
+            Self::Amazon => &["endpoint", "region", "credentials_file", "ca_file", KEY_FILE],
+            Self::Google => &["endpoint", "credentials_file", "ca_file", KEY_FILE],
+            Self::Azure => &["endpoint", "account", "credentials_file", "ca_file", KEY_FILE],
         }
     }
 }
@@ -95,6 +95,8 @@ pub(crate) struct Bucket {
     /// The certificates to trust; `None` for those of the distribution.
     pub(crate) ca_file: Option<PathBuf>,
     credentials_file: PathBuf,
+    /// The key file of encrypted volumes.
+    pub(crate) key_file: Option<PathBuf>,
 }
 
 impl Bucket {
@@ -158,6 +160,7 @@ impl Bucket {
         }
         let endpoint = options.take("endpoint");
         let ca_file = options.take("ca_file");
+        let key_file = options.take(KEY_FILE);
         options.finish(&format!("{scheme}:"), provider.options())?;
         Ok(Self {
             provider,
@@ -168,6 +171,7 @@ impl Bucket {
             account,
             ca_file: ca_file.map(|file| absolute_path(&file, "ca_file")).transpose()?,
             credentials_file: absolute_path(&file, "credentials_file")?,
+            key_file: key_file.map(|file| secret_path(&file, KEY_FILE)).transpose()?,
         })
     }
 
@@ -200,6 +204,7 @@ impl Bucket {
             ("account", text(&self.account)),
             ("credentials_file", Some(path(&self.credentials_file))),
             ("ca_file", self.ca_file.as_ref().map(path)),
+            (KEY_FILE, self.key_file.as_ref().map(path)),
         ];
         let given = all.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?)));
         given.collect()

@@ -17,8 +17,10 @@ mod feature {
     pub(super) const PARENT: u32 = 1;
     /// The data is compressed with LZ4.
     pub(super) const LZ4: u32 = 2;
+    /// The data is encrypted.
+    pub(super) const ENCRYPTED: u32 = 4;
     /// All that this build supports.
-    pub(super) const ALL: u32 = PARENT | LZ4;
+    pub(super) const ALL: u32 = PARENT | LZ4 | ENCRYPTED;
 }
 
 /// How the data of a volume is compressed: each extent by itself, unless that makes it longer.
@@ -52,7 +54,13 @@ pub struct Description {
     pub parent: Option<Parent>,
     /// How the data of the volume itself is compressed.
     pub compression: Option<Compression>,
+    /// The key of the data of the volume itself, if it is encrypted.
+    pub key: Option<WrappedKey>,
 }
+
+/// The key of a volume, encrypted with a key that is derived from a key file, and its authentication tag.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WrappedKey(pub [u8; 48]);
 
 /// The snapshot from which a volume was cloned.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -68,7 +76,7 @@ pub struct Parent {
 impl Description {
     /// Describes a volume without a parent, whose data is stored as it is.
     pub fn new(volume: VolumeId, nonce: Nonce, size: u64, page_bytes: u32) -> Self {
-        Self { volume, nonce, size, page_bytes, parent: None, compression: None }
+        Self { volume, nonce, size, page_bytes, parent: None, compression: None, key: None }
     }
 
     fn features(&self) -> u32 {
@@ -77,7 +85,8 @@ impl Description {
             Some(Compression::Lz4) => feature::LZ4,
             None => 0,
         };
-        parent | compression
+        let key = if self.key.is_some() { feature::ENCRYPTED } else { 0 };
+        parent | compression | key
     }
 
     /// Returns the object's bytes.
@@ -90,6 +99,9 @@ impl Description {
             body.bytes(&parent.volume.0);
             body.long_text(&parent.location);
             parent.snapshot.encode(&mut body);
+        }
+        if let Some(key) = &self.key {
+            body.bytes(&key.0);
         }
         let identity = Identity { volume: self.volume, epoch: 0, number: 0 };
         seal(Kind::Description, identity, self.nonce, body)
@@ -111,10 +123,11 @@ impl Description {
         let has = |feature: u32| features & feature != 0;
         let parent = has(feature::PARENT).then(|| Parent::decode(&mut body)).transpose()?;
         let compression = has(feature::LZ4).then_some(Compression::Lz4);
+        let key = has(feature::ENCRYPTED).then(|| body.array().map(WrappedKey)).transpose()?;
         body.end()?;
         exact(bytes)?;
         match page_bytes.is_power_of_two() && PAGE_BYTES.contains(&page_bytes) {
-            true => Ok(Self { volume, nonce, size, page_bytes, parent, compression }),
+            true => Ok(Self { volume, nonce, size, page_bytes, parent, compression, key }),
             false => Err(Damage::Field("size of the map's pages")),
         }
     }

@@ -185,6 +185,14 @@ impl Record {
         }
     }
 
+    /// As [`Record::extent`].
+    pub(crate) fn extent_mut(&mut self) -> Option<&mut Extent> {
+        match self {
+            Self::Write(extent) | Self::Move(extent, _) => Some(extent),
+            _ => None,
+        }
+    }
+
     /// Returns the length of the record's data in bytes.
     fn data_bytes(&self) -> u64 {
         self.extent().map_or(0, |extent| extent.length.into())

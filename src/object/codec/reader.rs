@@ -29,6 +29,9 @@ pub enum Damage {
     /// The checksum of an extent is wrong, or its length.
     #[error("the checksum of the data is wrong")]
     Data,
+    /// The data of an extent was not encrypted for its place with the key of the volume.
+    #[error("the data is not authentic: it was changed, or moved from another place")]
+    Authenticity,
     /// The object belongs to another volume, or to another name in this one.
     #[error("the object was written under another name")]
     Name,

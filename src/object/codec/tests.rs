@@ -104,10 +104,13 @@ fn description() -> impl Strategy<Value = Description> {
             Parent { volume: VolumeId(volume), location, snapshot }
         });
     let compression = proptest::option::of(Just(Compression::Lz4));
-    (identity(), nonce(), any::<u64>(), 12..=24_u32, proptest::option::of(parent), compression)
-        .prop_map(|(identity, nonce, size, page, parent, compression)| Description {
+    let key = proptest::option::of((any::<[u8; 32]>(), any::<[u8; 16]>()));
+    let features = (compression, key);
+    (identity(), nonce(), any::<u64>(), 12..=24_u32, proptest::option::of(parent), features)
+        .prop_map(|(identity, nonce, size, page, parent, (compression, key))| Description {
             parent,
             compression,
+            key: key.map(|(key, tag)| WrappedKey([&key[..], &tag].concat().try_into().unwrap())),
             ..Description::new(identity.volume, nonce, size, 1 << page)
         })
 }
@@ -354,7 +357,7 @@ fn the_shortest_items_are_decoded() {
 #[test]
 fn features_of_a_later_build_are_refused_by_their_bits() {
     let mut bytes = Description::new(VolumeId([1; 16]), Nonce([2; 16]), 512, 4096).encode();
-    for (features, unknown) in [(1 << 31 | 2, 1 << 31), (12, 12)] {
+    for (features, unknown) in [(1 << 31 | 2, 1 << 31), (28, 24)] {
         bytes[PREFIX_BYTES + 12..PREFIX_BYTES + 16].copy_from_slice(&u32::to_le_bytes(features));
         correct(&mut bytes);
         assert_eq!(Description::decode(&bytes), Err(Damage::Features(unknown)));

@@ -7,6 +7,7 @@ use super::oracle::{Change, Content, Image, Oracle, SECTORS};
 use super::ram::Ram;
 use super::random::Random;
 use super::store::Client;
+use crate::encryption::KeyFile;
 use crate::name::Nonce;
 use crate::store::{Pending, Store as _};
 use crate::volume::{Config, Failure, Keep, Place, Volume};
@@ -33,6 +34,8 @@ pub(super) struct Actor {
     pub(super) idle: u64,
     /// The tail memory of the mapping.
     pub(super) ram: Option<Arc<Ram>>,
+    /// The key file of an encrypted volume.
+    pub(super) key: Option<KeyFile>,
 }
 
 impl Actor {
@@ -75,11 +78,16 @@ impl Actor {
         Nonce(nonce)
     }
 
+    /// Finds the volume.
+    pub(super) async fn find(&self) -> Result<Place, Failure> {
+        let store = Arc::new(self.client.clone());
+        Place::find_clone(store, self.nonce(), &self.client, self.key.as_ref()).await
+    }
+
     /// Opens the volume and checks it, with the store in order. Returns it for further checks.
     pub(super) async fn open(&self) -> Result<(Volume, u64), Failure> {
-        let store = Arc::new(self.client.clone());
         let config = self.config.clone();
-        let place = Place::find(store, self.nonce()).await?;
+        let place = self.find().await?;
         let epoch = place.claim_next("node").await?;
         let ram = self.ram.clone();
         let keep = ram.map(|ram| Keep { memory: ram, owner: 7 });

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use zeroize::Zeroizing;
+
 use super::actor::{Actor, SECTOR, read_all, sector};
 use super::oracle::{Image, SECTORS};
 use super::store::Client;
@@ -32,7 +34,7 @@ pub(super) async fn live(actor: Actor) {
 
 /// Creates a clone. Returns its store, and the name of the snapshot.
 async fn create(actor: &Actor) -> Result<Option<(Client, String)>, Failure> {
-    let parent = Place::find(Arc::new(actor.client.clone()), actor.nonce()).await?;
+    let parent = actor.find().await?;
     let snapshots = parent.view(actor.config.clone()).await?.snapshots();
     if snapshots.is_empty() {
         return Ok(None);
@@ -46,13 +48,15 @@ async fn create(actor: &Actor) -> Result<Option<(Client, String)>, Failure> {
         store: Arc::new(store.clone()),
         location: String::new(),
         compression: parent.description().compression,
+        key: actor.key.clone().map(|file| (file, Zeroizing::new([4; 32]))),
     };
     parent.create_clone(chosen.id, &new).await?;
     Ok(Some((store, chosen.name.clone())))
 }
 
 async fn work(actor: &Actor, store: Client, name: &str, image: Image) -> Result<(), Failure> {
-    let find = Place::find_clone(Arc::new(store), actor.nonce(), &actor.client).await;
+    let key = actor.key.as_ref();
+    let find = Place::find_clone(Arc::new(store), actor.nonce(), &actor.client, key).await;
     let place = find?;
     let epoch = place.claim_next("clone").await?;
     let volume = place.open(epoch, actor.config.clone()).await?;

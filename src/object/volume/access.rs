@@ -4,10 +4,12 @@ use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::stored::Stored;
 use crate::cache::{Cache, Key};
-use crate::codec::{Damage, Description, Entry, Identity, PREFIX_BYTES, nonce_of};
+use crate::codec::{Damage, Description, Entry, Identity, LogObject, PREFIX_BYTES, nonce_of};
+use crate::encryption::{DataKey, KeyFile};
 use crate::name::{Name, Nonce, Position, VolumeId};
-use crate::packing::Packing;
+use crate::packing::{Encryption, Packing};
 use crate::rules::{Rule, applies};
 use crate::store::{Store, StoreError};
 
@@ -48,6 +50,15 @@ pub enum Failure {
     /// The volume uses a part of the format that this build cannot serve.
     #[error("the volume has {0}, which this build does not support")]
     Unsupported(&'static str),
+    /// The volume is encrypted, and the opener has no key file.
+    #[error("the volume is encrypted, and there is no key file")]
+    Locked,
+    /// The key file is another one than that with which the volume, or its parent, was created.
+    #[error("the key file does not belong to the volume")]
+    WrongKey,
+    /// The opener has a key file for a volume that is not encrypted.
+    #[error("the volume is not encrypted, and there is a key file")]
+    NotEncrypted,
     /// The snapshot does not exist.
     #[error("the snapshot does not exist")]
     NoSnapshot,
@@ -106,10 +117,27 @@ impl Access {
         Self { store, volume, nonce, packing: Packing::default(), parent: None, cache: None }
     }
 
-    /// The access to the volume of a description, with its content.
-    pub(super) fn to(store: Arc<dyn Store>, description: &Description, nonce: Nonce) -> Self {
-        let packing = Packing::of(description);
-        Self { packing, ..Self::new(store, description.volume, nonce) }
+    /// The access to the volume of a description, with its content. Without a key file, the data of an encrypted volume
+    /// cannot be read or written.
+    ///
+    /// # Errors
+    /// Returns an error if the key file is not that of the volume, or if the volume is not encrypted.
+    pub(super) fn to(
+        store: Arc<dyn Store>,
+        description: &Description,
+        nonce: Nonce,
+        key: Option<&KeyFile>,
+    ) -> Result<Self, Failure> {
+        let encryption = match (&description.key, key) {
+            (None, None) => Encryption::None,
+            (None, Some(_)) => return Err(Failure::NotEncrypted),
+            (Some(_), None) => Encryption::Locked,
+            (Some(_), Some(key)) => {
+                Encryption::Open(Arc::new(key.open(description).ok_or(Failure::WrongKey)?))
+            }
+        };
+        let packing = Packing::of(description, encryption);
+        Ok(Self { packing, ..Self::new(store, description.volume, nonce) })
     }
 
     /// The access of a clone to its parents.
@@ -156,6 +184,14 @@ impl Access {
             access = &parent.access;
         }
         Ok(access)
+    }
+
+    /// The stored bytes of the extent of an entry.
+    pub(super) fn stored(&self, entry: &Entry) -> Stored {
+        // A read of the extent fails if there is no such ancestor.
+        let packing = self.of(entry.ancestor).map(|access| &access.packing);
+        let range = packing.unwrap_or(&self.packing).stored(entry);
+        Stored::of(entry, u32::try_from(range.end - range.start).unwrap_or(u32::MAX))
     }
 
     /// Creates an object without content, unless it exists: its name says everything.
@@ -228,19 +264,51 @@ impl Access {
         self.put(name, bytes, MAX_ATTEMPTS).await
     }
 
-    /// Verifies the stored bytes of an entry's extent, and returns its data.
+    /// Returns the data of an entry's extent from its stored bytes, which are verified. `base` is the first byte of the
+    /// entry's page in the volume.
     ///
     /// # Errors
-    /// Returns [`Failure::Damaged`] if they are damaged.
-    pub(super) fn unpack<'a>(
+    /// Returns [`Failure::Damaged`] if they are damaged, and another error if the key is not known.
+    pub(super) async fn unpack<'a>(
         &self,
         entry: &Entry,
+        base: u64,
         stored: &'a [u8],
     ) -> Result<Cow<'a, [u8]>, Failure> {
-        self.packing.unpack(entry, stored).map_err(|damage| {
+        let key = self.data_key(entry.object).await?;
+        self.packing.unpack(key.as_deref(), (entry, base), stored).map_err(|damage| {
             let (name, range) = (Name::Slot(entry.object), Some(self.packing.stored(entry)));
             Failure::Damaged { name, range, damage }
         })
+    }
+
+    /// Returns the key of the data in a log object; `None` if the volume is not encrypted. The writer of the object's
+    /// epoch is in its header, which is read once for each epoch.
+    async fn data_key(&self, object: Position) -> Result<Option<Arc<DataKey>>, Failure> {
+        let cipher = match &self.packing.encryption {
+            Encryption::None => return Ok(None),
+            Encryption::Locked => return Err(Failure::Locked),
+            Encryption::Open(cipher) => cipher,
+        };
+        if let Some(known) = cipher.known(object.epoch) {
+            return Ok(Some(known));
+        }
+        let (name, identity) = (Name::Slot(object), self.identity(object.epoch, object.slot));
+        let header = self.decode(name, |bytes| LogObject::decode(identity, bytes)).await?;
+        let writer = header.ok_or(Failure::Lost(name))?.nonce;
+        Ok(Some(cipher.data_key(object.epoch, writer)))
+    }
+
+    /// The key of the data that this opener writes in an epoch that it has claimed.
+    pub(super) fn writer_key(&self, epoch: u64) -> Option<Arc<DataKey>> {
+        let Encryption::Open(cipher) = &self.packing.encryption else { return None };
+        Some(cipher.known(epoch).unwrap_or_else(|| cipher.data_key(epoch, self.nonce)))
+    }
+
+    /// Whether the key of the volume or of a parent is not known.
+    pub(super) fn is_locked(&self) -> bool {
+        matches!(self.packing.encryption, Encryption::Locked)
+            || self.parent().is_some_and(|parent| parent.access.is_locked())
     }
 
     /// Reads a range of an object; `None` if there is no object.

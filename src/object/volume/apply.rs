@@ -39,7 +39,7 @@ impl Shared {
         patience: Patience,
     ) -> Result<(), Failure> {
         let (mut data_at, mut stored_at) = (header_bytes, header_bytes);
-        let packing = self.access.packing;
+        let packing = &self.access.packing;
         let bytes: u32 = records.iter().map(data_bytes).sum();
         self.lock().usage.add(at, bytes);
         for (number, record) in records.iter().enumerate() {

@@ -54,6 +54,8 @@ pub struct Check {
 struct Group {
     /// The entry whose extent ends last.
     entry: Entry,
+    /// The first byte of the page.
+    base: u64,
     ranges: Vec<Range<u64>>,
 }
 
@@ -136,7 +138,7 @@ impl Check {
         for entry in entries {
             let extent = if self.depth == Depth::Data { entry.stored_at } else { 0 };
             let key = (entry.ancestor, entry.object, extent);
-            let group = groups.entry(key).or_insert(Group { entry, ranges: Vec::new() });
+            let group = groups.entry(key).or_insert(Group { entry, base, ranges: Vec::new() });
             let begin = base + u64::from(entry.offset);
             group.ranges.push(begin..begin + u64::from(entry.length));
             // The extents of an object do not overlap, so this is also the order of their ends.
@@ -156,7 +158,7 @@ async fn check_group(
     known: Option<u64>,
 ) -> Result<(Group, Option<Failure>), Failure> {
     let checked = match depth {
-        Depth::Data => shared.read_extent(&group.entry).await.map(drop),
+        Depth::Data => shared.read_extent(&group.entry, group.base).await.map(drop),
         Depth::Objects => check_object(shared, &group.entry, known).await,
     };
     match checked {

@@ -2,11 +2,14 @@
 
 use std::sync::Arc;
 
+use zeroize::Zeroizing;
+
 use super::access::{Access, Failure};
 use super::place::Place;
 use super::shared::Shared;
 use super::{Config, Volume};
 use crate::codec::{Compression, Description, MAX_LOCATION_BYTES, Parent};
+use crate::encryption::{KEY_BYTES, KeyFile};
 use crate::name::{Name, SnapshotId, VolumeId};
 use crate::rules::{Rule, applies};
 use crate::store::Store;
@@ -21,6 +24,8 @@ pub struct NewClone {
     pub location: String,
     /// How its own data is compressed.
     pub compression: Option<Compression>,
+    /// The key file and a random key, for a clone of an encrypted volume.
+    pub key: Option<(KeyFile, Zeroizing<[u8; KEY_BYTES]>)>,
 }
 
 impl Place {
@@ -38,7 +43,12 @@ impl Place {
         let found = existing.into_iter().find(|found| found.id == snapshot);
         let found = found.ok_or(Failure::NoSnapshot)?;
         let own = self.description();
-        let description = Description {
+        match (&own.key, &new.key) {
+            (Some(_), None) => return Err(Failure::Locked),
+            (None, Some(_)) => return Err(Failure::NotEncrypted),
+            _ => {}
+        }
+        let mut description = Description {
             volume: new.volume,
             nonce: self.access().nonce,
             size: found.size,
@@ -49,7 +59,9 @@ impl Place {
                 location: new.location.clone(),
                 snapshot: found,
             }),
+            key: None,
         };
+        description.key = new.key.as_ref().map(|(file, key)| file.wrap(&description, key));
         Volume::create(Arc::clone(&new.store), &description).await?;
         let pinned = self.pin(snapshot, new.volume).await;
         if matches!(pinned, Err(Failure::NoSnapshot)) {

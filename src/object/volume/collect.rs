@@ -173,7 +173,8 @@ impl Shared {
             let [from, to] = [stored(&part).start, stored(&part).end]
                 .map(|at| usize::try_from(at - begin).unwrap_or(usize::MAX));
             let extent = bytes.get(from..to).unwrap_or_default();
-            let extent = self.access.unpack(&entry, extent)?;
+            let base = part.offset - u64::from(entry.offset);
+            let extent = self.access.unpack(&entry, base, extent).await?;
             let data = &extent[entry.skip as usize..][..entry.length as usize];
             let at = place_of(&entry, entry.offset).at;
             let from = Source { object: victim, at };

@@ -19,13 +19,16 @@ pub(super) trait Need: Send {
     /// An entry of the extent.
     fn entry(&self) -> &Entry;
 
+    /// The first byte of the entry's page in the volume.
+    fn base(&self) -> u64;
+
     /// Takes the content of the extent.
     fn take(self, data: &[u8]);
 }
 
 /// Extents that one read of an object has.
 struct Run<N> {
-    needs: Vec<N>,
+    needs: Vec<(Stored, N)>,
     first: Stored,
     /// The one that ends last.
     last: Stored,
@@ -41,6 +44,7 @@ impl Shared {
             true => self.fetch_cached(needs).await?,
             false => needs,
         };
+        let rest = rest.into_iter().map(|need| (self.access.stored(need.entry()), need));
         let runs = runs(rest).into_iter();
         let runs = runs.map(|run| -> Part<'_, _> { Box::pin(self.fetch_run(run)) });
         all(runs, READS_IN_FLIGHT).await.map(drop)
@@ -50,12 +54,12 @@ impl Shared {
     async fn fetch_cached<N: Need>(&self, needs: Vec<N>) -> Result<Vec<N>, Failure> {
         let reads = needs.into_iter().map(|need| -> Part<'_, Result<Option<N>, Failure>> {
             Box::pin(async move {
-                let stored = Stored::of(need.entry());
+                let stored = self.access.stored(need.entry());
                 let access = self.access.of(stored.ancestor())?;
                 let key = stored.key(access.volume);
                 let Some(bytes) = access.cached(key).await else { return Ok(Some(need)) };
                 // The bytes of the cache prove nothing: another process may have changed them.
-                match access.unpack(need.entry(), &bytes) {
+                match access.unpack(need.entry(), need.base(), &bytes).await {
                     Ok(data) => need.take(&data),
                     Err(_) => return Ok(Some(need)),
                 }
@@ -72,40 +76,38 @@ impl Shared {
         let access = self.access.of(first.ancestor())?;
         let range = first.begin()..last.end();
         let bytes = access.read(name, range.clone()).await?.ok_or(Failure::Lost(name))?;
-        for need in needs {
-            let stored = Stored::of(need.entry());
+        for (stored, need) in needs {
             let bytes = part(&bytes, stored.begin() - range.start..stored.end() - range.start);
-            let data = access.unpack(need.entry(), bytes)?;
+            let data = access.unpack(need.entry(), need.base(), bytes).await?;
             access.cache(stored.key(access.volume), bytes);
             need.take(&data);
         }
         Ok(())
     }
 
-    /// Reads and opens the extent of an entry from the store.
-    pub(super) async fn read_extent(&self, entry: &Entry) -> Result<Vec<u8>, Failure> {
-        let stored = Stored::of(entry);
+    /// Reads and opens the extent of an entry from the store. `base` is the first byte of the entry's page.
+    pub(super) async fn read_extent(&self, entry: &Entry, base: u64) -> Result<Vec<u8>, Failure> {
+        let stored = self.access.stored(entry);
         let name = stored.name();
         let access = self.access.of(stored.ancestor())?;
         let bytes = access.read(name, stored.begin()..stored.end()).await?;
         let bytes = bytes.ok_or(Failure::Lost(name))?;
-        access.unpack(entry, &bytes).map(Cow::into_owned)
+        access.unpack(entry, base, &bytes).await.map(Cow::into_owned)
     }
 }
 
 /// Joins extents that are near each other in the same object.
-fn runs<N: Need>(needs: Vec<N>) -> Vec<Run<N>> {
+fn runs<N>(needs: impl Iterator<Item = (Stored, N)>) -> Vec<Run<N>> {
     let mut runs: Vec<Run<N>> = Vec::new();
-    for need in needs {
-        let stored = Stored::of(need.entry());
+    for (stored, need) in needs {
         match runs.last_mut().filter(|run| stored.continues(&run.first, &run.last)) {
             Some(run) => {
-                run.needs.push(need);
+                run.needs.push((stored, need));
                 if stored.end() > run.last.end() {
                     run.last = stored;
                 }
             }
-            None => runs.push(Run { needs: vec![need], first: stored, last: stored }),
+            None => runs.push(Run { needs: vec![(stored, need)], first: stored, last: stored }),
         }
     }
     runs

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::access::{Access, Ancestor, Failure};
 use crate::codec::Description;
+use crate::encryption::KeyFile;
 use crate::name::{Name, Nonce, VolumeId};
 use crate::store::{Store, StoreError};
 
@@ -32,11 +33,12 @@ impl Parents for NoParents {
 ///
 /// # Errors
 /// Returns `Lost(Description)` if the volume or a parent does not exist, and another error if a parent is another
-/// volume than before, or if a store fails.
+/// volume than before, if a store fails, or if the key file is not that of all these volumes.
 pub(super) async fn find(
     store: Arc<dyn Store>,
     nonce: Nonce,
     parents: &dyn Parents,
+    key: Option<&KeyFile>,
 ) -> Result<Ancestor, Failure> {
     let mut found = vec![describe(store, nonce).await?];
     while let Some(parent) = found.last().and_then(|(_, description)| description.parent.clone()) {
@@ -57,7 +59,8 @@ pub(super) async fn find(
     }
     let mut behind = None;
     for (store, description) in found.into_iter().rev() {
-        let access = Access::to(store, &description, nonce).with_parent(behind.take());
+        let access = Access::to(store, &description, nonce, key)?;
+        let access = access.with_parent(behind.take());
         behind = Some(Ancestor { access, description });
     }
     behind.ok_or(Failure::Lost(Name::Description))

@@ -10,6 +10,7 @@ use super::recovery::recover;
 use super::{Config, Volume};
 use crate::cache::Cache;
 use crate::codec::{Claim, Description, MAX_OWNER_BYTES, Release};
+use crate::encryption::KeyFile;
 use crate::name::{Name, Nonce, SnapshotId};
 use crate::store::Store;
 
@@ -41,19 +42,23 @@ impl Place {
     /// Returns `Lost(Description)` if there is no volume, and another error if its description is damaged or if
     /// the store fails.
     pub async fn find(store: Arc<dyn Store>, nonce: Nonce) -> Result<Self, Failure> {
-        Self::find_clone(store, nonce, &NoParents).await
+        Self::find_clone(store, nonce, &NoParents, None).await
     }
 
-    /// Finds a volume that may be a clone.
+    /// Finds a volume that may be a clone. The data of an encrypted volume can be read and written only with its key
+    /// file.
     ///
     /// # Errors
-    /// As [`Place::find`]; also if a parent cannot be found.
+    /// As [`Place::find`]; also if a parent cannot be found, or if the key file is not that of the volume and of all its
+    /// parents.
     pub async fn find_clone(
         store: Arc<dyn Store>,
         nonce: Nonce,
         parents: &dyn Parents,
+        key: Option<&KeyFile>,
     ) -> Result<Self, Failure> {
-        let Ancestor { access, description } = lineage::find(store, nonce, parents).await?;
+        let found = lineage::find(store, nonce, parents, key).await?;
+        let Ancestor { access, description } = found;
         Ok(Self { access, description })
     }
 
@@ -74,6 +79,14 @@ impl Place {
 
     pub(super) fn access(&self) -> &Access {
         &self.access
+    }
+
+    /// Checks that the data can be read and written.
+    ///
+    /// # Errors
+    /// Returns [`Failure::Locked`] if the volume is encrypted and was found without its key file.
+    pub fn check_key(&self) -> Result<(), Failure> {
+        if self.access.is_locked() { Err(Failure::Locked) } else { Ok(()) }
     }
 
     /// What never changes of the volume.
@@ -139,6 +152,7 @@ impl Place {
         keep: Option<&Keep>,
     ) -> Result<Volume, Failure> {
         config.clamp();
+        self.check_key()?;
         let opened = opening::take_over(&self.access, epoch, keep).await?;
         match recover(self.access.clone(), config, &self.description, opened).await {
             Err(failure)

@@ -17,6 +17,8 @@ pub(super) const STEPS: usize = 4;
 struct Running<'a> {
     shared: &'a Shared,
     entry: Entry,
+    /// The first byte of the entry's page.
+    base: u64,
 }
 
 impl Need for Running<'_> {
@@ -24,14 +26,18 @@ impl Need for Running<'_> {
         &self.entry
     }
 
+    fn base(&self) -> u64 {
+        self.base
+    }
+
     fn take(self, data: &[u8]) {
-        self.shared.lock().ahead.end(Stored::of(&self.entry), data);
+        self.shared.lock().ahead.end(self.shared.access.stored(&self.entry), data);
     }
 }
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
-        let stored = Stored::of(&self.entry);
+        let stored = self.shared.access.stored(&self.entry);
         let mut state = self.shared.lock();
         if matches!(state.ahead.get(&stored, false), Some(Loaded::Running)) {
             state.ahead.remove(&stored);
@@ -70,7 +76,7 @@ impl Shared {
     }
 
     async fn load_ahead(&self, range: Range<u64>) -> Result<(), Failure> {
-        let mut extents: BTreeMap<Stored, Entry> = BTreeMap::new();
+        let mut extents: BTreeMap<Stored, (Entry, u64)> = BTreeMap::new();
         for (number, part) in self.parts(range) {
             let base = number * self.page_bytes;
             let begin = base + u64::from(part.start);
@@ -90,12 +96,13 @@ impl Shared {
                 }
                 Ok(found)
             });
-            extents.extend(found.await?.into_iter().map(|entry| (Stored::of(&entry), entry)));
+            let found = found.await?.into_iter();
+            extents.extend(found.map(|entry| (self.access.stored(&entry), (entry, base))));
         }
         let mut needs = Vec::new();
-        for (stored, entry) in extents {
+        for (stored, (entry, base)) in extents {
             if self.lock().ahead.begin(stored) {
-                needs.push(Running { shared: self, entry });
+                needs.push(Running { shared: self, entry, base });
             }
         }
         self.fetch(needs).await

@@ -17,12 +17,22 @@ const MAX_LOOKUPS: u32 = 16;
 /// The bytes of a request that are read at the same time.
 const SPAN_BYTES: usize = 4 << 20;
 
-/// Parts of extents, each with its position in the buffer, in their order.
-type Places = Vec<(usize, Entry)>;
+/// Parts of extents in the order of their positions in the buffer.
+type Places = Vec<Place>;
+
+/// A part of an extent that a request needs.
+struct Place {
+    /// The position in the buffer.
+    at: usize,
+    entry: Entry,
+    /// The first byte of the entry's page.
+    base: u64,
+}
 
 /// A part of an extent, and where its bytes go.
 struct Piece<'a> {
     entry: Entry,
+    base: u64,
     target: &'a mut [u8],
 }
 
@@ -34,8 +44,12 @@ impl Need for Wanted<'_> {
         &self.0[0].entry
     }
 
+    fn base(&self) -> u64 {
+        self.0[0].base
+    }
+
     fn take(self, data: &[u8]) {
-        for Piece { entry, target } in self.0 {
+        for Piece { entry, target, .. } in self.0 {
             target.copy_from_slice(&data[entry.skip as usize..][..entry.length as usize]);
         }
     }
@@ -66,8 +80,7 @@ impl Shared {
         }
     }
 
-    /// Copies what is in the tail to `buffer`, and returns the places of the rest, in order: the position in the
-    /// buffer, and the part of an extent.
+    /// Copies what is in the tail to `buffer`, and returns the places of the rest, in order.
     async fn look_up_pages(&self, offset: u64, buffer: &mut [u8]) -> Result<Places, Failure> {
         let mut parts: Vec<Part<'_, Result<Places, Failure>>> = Vec::new();
         let (mut at, mut rest) = (0, buffer);
@@ -78,7 +91,7 @@ impl Shared {
             let (part, next) = rest.split_at_mut(length);
             parts.push(Box::pin(async move {
                 let entries = self.look_up(begin, part).await?;
-                Ok(entries.into_iter().map(|(place, entry)| (at + place, entry)).collect())
+                Ok(entries.into_iter().map(|place| Place { at: at + place.at, ..place }).collect())
             }));
             (at, rest) = (at + length, next);
         }
@@ -105,8 +118,8 @@ impl Shared {
                     let Some(entry) = entry else { continue };
                     let skip = entry.skip + (piece.start - entry.offset);
                     let (length, at) = (piece.end - piece.start, (piece.start - first) as usize);
-                    entries
-                        .push((begin + at, Entry { offset: piece.start, length, skip, ..*entry }));
+                    let entry = Entry { offset: piece.start, length, skip, ..*entry };
+                    entries.push(Place { at: begin + at, entry, base });
                 }
             }
             Ok(entries)
@@ -118,11 +131,11 @@ impl Shared {
     async fn fill(&self, entries: Places, buffer: &mut [u8]) -> Result<(), Failure> {
         let mut extents: BTreeMap<Stored, Wanted<'_>> = BTreeMap::new();
         let (mut at, mut rest) = (0, buffer);
-        for (begin, entry) in entries {
+        for Place { at: begin, entry, base } in entries {
             let (_, behind) = rest.split_at_mut(begin - at);
             let (target, next) = behind.split_at_mut(entry.length as usize);
-            let wanted = extents.entry(Stored::of(&entry)).or_insert(Wanted(Vec::new()));
-            wanted.0.push(Piece { entry, target });
+            let wanted = extents.entry(self.access.stored(&entry)).or_insert(Wanted(Vec::new()));
+            wanted.0.push(Piece { entry, base, target });
             (at, rest) = (begin + entry.length as usize, next);
         }
         let (mut loading, mut others) = (Vec::new(), Vec::new());

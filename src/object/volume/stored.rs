@@ -23,10 +23,10 @@ pub(super) struct Stored {
 }
 
 impl Stored {
-    /// The extent of an entry.
-    pub(super) fn of(entry: &Entry) -> Self {
+    /// The extent of an entry, which has `length` bytes in the object.
+    pub(super) fn of(entry: &Entry, length: u32) -> Self {
         let Entry { ancestor, object, stored_at: at, extent_length: data_length, .. } = *entry;
-        Self { ancestor, object, at, length: entry.packed_length(), data_length }
+        Self { ancestor, object, at, length, data_length }
     }
 
     /// The volume of the object.

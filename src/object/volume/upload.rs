@@ -8,7 +8,8 @@ use super::access::{Failure, Put, slot};
 use super::shared::{Shared, State};
 use super::tail::{Closed, Sending};
 use crate::codec::{LogObject, Record};
-use crate::packing::Packer;
+use crate::encryption::DataKey;
+use crate::packing::Compressor;
 
 /// The data that is packed at once, in bytes. Other work goes on in between.
 const STEP_BYTES: usize = 256 << 10;
@@ -75,47 +76,70 @@ impl Shared {
     /// Returns the bytes of the object of a slot. The slot gets the records as they are stored.
     async fn build(&self, chosen: Chosen) -> Vec<u8> {
         let Chosen { number, confirmed, records, data } = chosen;
+        let identity = self.access.identity(self.epoch, number);
+        let (nonce, records) = (self.access.nonce, records.to_vec());
+        let mut object = LogObject { identity, nonce, confirmed, records };
         let packed = match self.access.packing.is_plain() {
             true => None,
-            false => Some(self.pack(&records, &data).await),
+            false => Some(self.pack(&mut object, &data).await),
         };
-        let (records, data) = match &packed {
-            Some((records, data)) => (records.clone(), data),
-            None => (records.to_vec(), &*data),
-        };
-        let identity = self.access.identity(self.epoch, number);
-        let object = LogObject { identity, nonce: self.access.nonce, confirmed, records };
         let mut bytes = object.encode();
         if let Some(slot) = self.lock().tail.slot(number) {
-            slot.header_bytes = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
+            slot.header_bytes = short(bytes.len());
             if packed.is_some() {
                 slot.records = object.records.into();
             }
         }
-        bytes.extend_from_slice(data);
+        bytes.extend_from_slice(packed.as_ref().unwrap_or(&data));
         bytes
     }
 
-    /// Returns the records of a slot as they are stored, and the stored data.
-    async fn pack(&self, records: &[Record], data: &[u8]) -> (Vec<Record>, Vec<u8>) {
-        let mut packer = Packer::new(self.access.packing);
-        let (mut packed, mut stored) = (Vec::with_capacity(records.len()), Vec::new());
-        let (mut at, mut yielded_at) = (0, 0);
-        for record in records {
-            let mut record = record.clone();
-            if let Record::Write(extent) | Record::Move(extent, _) = &mut record {
-                let plain = &data[at..][..extent.length as usize];
-                *extent = packer.pack(extent, plain, &mut stored);
-                at += plain.len();
-            }
-            packed.push(record);
-            if at - yielded_at >= STEP_BYTES {
-                yielded_at = at;
-                let_others_run().await;
-            }
+    /// Compresses and encrypts the data of an object. Returns the stored bytes of all extents; the records get what is
+    /// different. Encryption depends on the length of the header, and that on what compression has saved.
+    async fn pack(&self, object: &mut LogObject, data: &[u8]) -> Vec<u8> {
+        let packing = &self.access.packing;
+        let (mut compressor, mut stored) = (Compressor::new(packing), Vec::new());
+        let (mut at, mut turn) = (0, Turn::default());
+        for extent in object.records.iter_mut().filter_map(Record::extent_mut) {
+            let plain = &data[at..][..extent.length as usize];
+            compressor.append(extent, plain, &mut stored);
+            at += plain.len();
+            turn.after(plain.len()).await;
         }
-        (packed, stored)
+        let key = self.access.writer_key(self.epoch);
+        let key: Option<&DataKey> = key.as_deref();
+        let (mut at, mut begin) = (short(object.encode().len()), 0);
+        for extent in object.records.iter_mut().filter_map(Record::extent_mut) {
+            let bytes = &mut stored[begin..][..packing.stored_length(extent) as usize];
+            begin += bytes.len();
+            let place = (self.position(object.identity.number), at);
+            packing.finish(key, place, extent, bytes);
+            at = at.saturating_add(extent.length);
+            turn.after(extent.length as usize).await;
+        }
+        stored
     }
+}
+
+/// Counts work, and lets other work of the volume have its turn from time to time.
+#[derive(Default)]
+struct Turn {
+    bytes: usize,
+}
+
+impl Turn {
+    async fn after(&mut self, bytes: usize) {
+        self.bytes += bytes;
+        if self.bytes >= STEP_BYTES {
+            self.bytes = 0;
+            let_others_run().await;
+        }
+    }
+}
+
+/// A position in an object.
+fn short(position: usize) -> u32 {
+    u32::try_from(position).unwrap_or(u32::MAX)
 }
 
 /// Returns when the other work of the volume had its turn.

@@ -77,6 +77,7 @@ impl Target {
             stripe_count: Some(stat.stripe_count),
             data_pool: has_data_pool.then(|| image.data_pool()).transpose()?,
             compression: None,
+            encryption: None,
             features: layout::names(features),
             flags: flag_names(flags),
             parent: image.parent()?.map(|found| parent(&found)),
