@@ -3,7 +3,8 @@
 //! and 128. Then what the tail file costs, against a volume that acknowledges from its own memory. STORE is
 //! `dir:/DIRECTORY` (the default is a temporary directory) or `s3://…`.
 //!
-//! `cargo bench --bench objects -- packing`: what compression and encryption cost in the engine alone, on a directory in memory.
+//! `cargo bench --bench objects -- packing`: what compression and encryption cost in the engine alone, in processor
+//! time, on a directory in memory.
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -274,7 +275,7 @@ fn noise() -> Vec<u8> {
     (0..1 << 20).flat_map(|_| random.next().to_le_bytes()).collect()
 }
 
-/// Writes and reads blocks one after the other, on one thread. Returns the rates, and the stored bytes.
+/// Writes and reads blocks one after the other, on one thread. Returns the rates in processor time, and the stored bytes.
 fn round(form: &Form, data: &[u8], block: usize) -> String {
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
     let store = Arc::new(Directory::open(directory.path(), 1).unwrap());
@@ -291,7 +292,7 @@ fn round(form: &Form, data: &[u8], block: usize) -> String {
     let volume = block_on(place.open(1, Config::default())).unwrap();
     let blocks = || (0..ROUND).step_by(block);
     let at = |offset: u64| &data[offset as usize % (data.len() - block)..][..block];
-    let began = Instant::now();
+    let began = processor_time();
     beside(&volume, async {
         for offset in blocks() {
             volume.write(offset, at(offset)).await.unwrap();
@@ -302,10 +303,10 @@ fn round(form: &Form, data: &[u8], block: usize) -> String {
             yield_once().await;
         }
     });
-    let written = began.elapsed();
+    let written = processor_time() - began;
     let stored: u64 = log_bytes(&directory.path().join("log"));
     let mut buffer = vec![0; block];
-    let began = Instant::now();
+    let began = processor_time();
     beside(&volume, async {
         for offset in blocks() {
             volume.read(offset, &mut buffer).await.unwrap();
@@ -313,9 +314,15 @@ fn round(form: &Form, data: &[u8], block: usize) -> String {
         }
     });
     let rate = |time: Duration| ROUND as f64 / f64::from(1 << 20) / time.as_secs_f64();
-    let (write, read) = (rate(written), rate(began.elapsed()));
+    let (write, read) = (rate(written), rate(processor_time() - began));
     let share = stored as f64 * 100.0 / ROUND as f64;
     format!("writes {write:5.0} MiB/s, reads {read:5.0} MiB/s, {share:5.1} % stored")
+}
+
+/// Returns the processor time of this thread.
+fn processor_time() -> Duration {
+    let statistics = fs::read_to_string("/proc/thread-self/schedstat").unwrap();
+    Duration::from_nanos(statistics.split(' ').next().unwrap().parse().unwrap())
 }
 
 /// Returns the length of all files below a directory.
