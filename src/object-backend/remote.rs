@@ -6,6 +6,7 @@
 
 mod bucket;
 mod client;
+mod hedge;
 mod http;
 mod keys;
 mod rejection;

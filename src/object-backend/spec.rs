@@ -109,6 +109,7 @@ mod tests {
         for uri in [
             "s3://b/v?credentials_file=/k",
             "s3://b/v?endpoint=https://h:443&region=eu&credentials_file=/k&ca_file=/c",
+            "s3://b/v?credentials_file=/k&hedge=50ms",
             "gs://b/v?credentials_file=/k&key_file=/key",
             "dir:/a/v?key_file=/key",
             "az://c/p/v?endpoint=http://127.0.0.1:10000/name&account=name&credentials_file=/k",
@@ -156,6 +157,7 @@ mod tests {
             ("endpoint=http://u@h&credentials_file=/k", "not an endpoint"),
             ("endpoint=https://h&credentials_file=/k&ca_file=k", "absolute path"),
             ("credentials_file=/k&account=a", "no option"),
+            ("credentials_file=/k&hedge=6s", "1ms to 5s"),
             ("endpoint=http://h&credentials_file=k", "absolute path"),
             ("credentials_file=/k&key_file=k", "key_file needs an absolute path"),
             ("endpoint=http://h&credentials_file=/k&region=a b", "region"),

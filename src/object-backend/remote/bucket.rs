@@ -2,11 +2,13 @@
 //! with `gs:` and `az:`.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use cleat_backend::uri::{Encoded, Options, absolute_path, decode, invalid, secret_path, shown};
 use cleat_backend::{CredentialFile, Network};
 use cleat_core::error::{Error, Result};
 
+use super::hedge::{self, HEDGE};
 use super::keys::MAX_BYTES;
 use crate::connection::Access;
 use crate::naming::{KEY_FILE, is_name};
@@ -60,9 +62,9 @@ impl Provider {
     /// Returns the options of its URIs.
     fn options(self) -> &'static [&'static str] {
         match self {
-            Self::Amazon => &["endpoint", "region", "credentials_file", "ca_file", KEY_FILE],
-            Self::Google => &["endpoint", "credentials_file", "ca_file", KEY_FILE],
-            Self::Azure => &["endpoint", "account", "credentials_file", "ca_file", KEY_FILE],
+            Self::Amazon => &["endpoint", "region", "credentials_file", "ca_file", HEDGE, KEY_FILE],
+            Self::Google => &["endpoint", "credentials_file", "ca_file", HEDGE, KEY_FILE],
+            Self::Azure => &["endpoint", "account", "credentials_file", "ca_file", HEDGE, KEY_FILE],
         }
     }
 }
@@ -95,6 +97,8 @@ pub(crate) struct Bucket {
     /// The certificates to trust; `None` for those of the distribution.
     pub(crate) ca_file: Option<PathBuf>,
     credentials_file: PathBuf,
+    /// The time after which a read is sent once more.
+    pub(crate) hedge: Option<Duration>,
     /// The key file of encrypted volumes.
     pub(crate) key_file: Option<PathBuf>,
 }
@@ -161,6 +165,7 @@ impl Bucket {
         let endpoint = options.take("endpoint");
         let ca_file = options.take("ca_file");
         let key_file = options.take(KEY_FILE);
+        let hedge = options.take(HEDGE);
         options.finish(&format!("{scheme}:"), provider.options())?;
         Ok(Self {
             provider,
@@ -171,6 +176,7 @@ impl Bucket {
             account,
             ca_file: ca_file.map(|file| absolute_path(&file, "ca_file")).transpose()?,
             credentials_file: absolute_path(&file, "credentials_file")?,
+            hedge: hedge.map(|text| hedge::parse(&text)).transpose()?,
             key_file: key_file.map(|file| secret_path(&file, KEY_FILE)).transpose()?,
         })
     }
@@ -204,6 +210,7 @@ impl Bucket {
             ("account", text(&self.account)),
             ("credentials_file", Some(path(&self.credentials_file))),
             ("ca_file", self.ca_file.as_ref().map(path)),
+            (HEDGE, self.hedge.map(|delay| format!("{}ms", delay.as_millis()))),
             (KEY_FILE, self.key_file.as_ref().map(path)),
         ];
         let given = all.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?)));

@@ -17,6 +17,7 @@ use cleat_object::store::{Pending, Store, StoreError};
 
 use super::bucket::Bucket;
 use super::client::client;
+use super::hedge::{Budget, hedged};
 use super::rejection::{classify, is_behind_the_end};
 use crate::connection::Connection;
 use crate::executor::block_until;
@@ -67,6 +68,7 @@ struct Caller {
     client: RwLock<Arc<dyn ObjectStore>>,
     reads: Arc<Semaphore>,
     changes: Arc<Semaphore>,
+    hedges: Arc<Budget>,
     back_off: BackOff,
     /// `None` while it is dropped.
     runtime: Option<Runtime>,
@@ -152,6 +154,7 @@ impl RemoteHome {
             client: RwLock::new(client),
             reads: Arc::new(Semaphore::new(READS)),
             changes: Arc::new(Semaphore::new(CHANGES)),
+            hedges: Arc::default(),
             back_off: BackOff::default(),
             runtime: Some(runtime),
         })))
@@ -300,13 +303,14 @@ impl Caller {
             return Box::pin(async { Ok(Vec::new()) });
         }
         let timeout = READ_TIMEOUT + Duration::from_secs(length / SLOWEST);
-        self.run_within(timeout, &self.reads, |client| async move {
-            let range = Some(GetRange::Bounded(range));
-            let options = GetOptions { range, ..GetOptions::default() };
-            match client.get_opts(&Path::parse(&key)?, options).await {
-                Ok(found) => Ok(found.bytes().await?.into()),
-                Err(error) if is_behind_the_end(&error) => Ok(Vec::new()),
-                Err(error) => Err(error),
+        let (hedge, budget) = (self.bucket.hedge, Arc::clone(&self.hedges));
+        self.run_within(timeout, &self.reads, move |client| async move {
+            budget.count();
+            let key = Path::parse(&key)?;
+            let read = || get(&*client, &key, range.clone());
+            match hedge {
+                Some(delay) => hedged(tokio::time::sleep(delay), || budget.take(), read).await,
+                None => read().await,
             }
         })
     }
@@ -320,6 +324,19 @@ impl Caller {
                 other => other,
             }
         })
+    }
+}
+
+async fn get(
+    client: &dyn ObjectStore,
+    key: &Path,
+    range: Range<u64>,
+) -> object_store::Result<Vec<u8>> {
+    let options = GetOptions { range: Some(GetRange::Bounded(range)), ..GetOptions::default() };
+    match client.get_opts(key, options).await {
+        Ok(found) => Ok(found.bytes().await?.into()),
+        Err(error) if is_behind_the_end(&error) => Ok(Vec::new()),
+        Err(error) => Err(error),
     }
 }
 
@@ -381,18 +398,55 @@ mod tests {
     use super::*;
     use cleat_backend::Credentials;
     use cleat_backend::uri::Options;
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+    use std::thread;
     use zeroize::Zeroizing;
 
     use super::super::bucket::Provider;
 
-    #[test]
-    fn reads_do_not_wait_for_other_calls() {
-        let options = Options::parse("endpoint=http://h:80&credentials_file=/k").unwrap();
+    fn home(options: &str) -> RemoteHome {
+        let options = Options::parse(&format!("credentials_file=/k&{options}")).unwrap();
         let (bucket, _) = Bucket::parse_volume(Provider::Amazon, "//bucket/a/v", options).unwrap();
         let keys = b"[default]\naws_access_key_id = a\naws_secret_access_key = b\n";
         let credentials =
             CredentialSet::with("/k".into(), Credentials::new(Zeroizing::new(keys.to_vec())));
-        let home = RemoteHome::connect(&bucket, &credentials).unwrap();
+        RemoteHome::connect(&bucket, &credentials).unwrap()
+    }
+
+    /// Answers each request on a connection of its own with an object of 4 bytes. Every eleventh request hangs.
+    fn serve(listener: &TcpListener) {
+        for number in 0.. {
+            let Ok((mut stream, _)) = listener.accept() else { return };
+            thread::spawn(move || {
+                let mut request = [0; 4096];
+                let _ = stream.read(&mut request);
+                if number % 11 == 10 {
+                    thread::sleep(READ_TIMEOUT);
+                }
+                let head = "HTTP/1.1 206 Partial Content\r\nConnection: close\r\nContent-Length: 4\r\n\
+                     Content-Range: bytes 0-3/4\r\nETag: \"e\"\r\n\
+                     Last-Modified: Wed, 25 Nov 2026 00:00:00 GMT\r\n\r\n";
+                let _ = stream.write_all(&[head.as_bytes(), b"data"].concat());
+            });
+        }
+    }
+
+    #[test]
+    fn a_read_that_hangs_is_sent_once_more() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = format!("endpoint=http://{}", listener.local_addr().unwrap());
+        thread::spawn(move || serve(&listener));
+        let home = home(&format!("{endpoint}&hedge=20ms"));
+        for _ in 0..40 {
+            let read = home.0.read("a/v/desc".to_owned(), 0..4);
+            assert_eq!(block_until(after(READ_TIMEOUT / 2), read), Some(Ok(b"data".to_vec())));
+        }
+    }
+
+    #[test]
+    fn reads_do_not_wait_for_other_calls() {
+        let home = home("endpoint=http://h:80");
         let caller = &home.0;
         let stuck: Vec<Pending<'_, Result<(), StoreError>>> = (0..2 * CHANGES)
             .map(|_| caller.run(|_| std::future::pending::<object_store::Result<()>>()))
