@@ -175,8 +175,9 @@ image: ## Build the OCI image and its bill of materials (target/oci), without a 
 	scripts/install-deps.sh build vm
 	scripts/build-image --output $(TARGET)/oci
 
-bench: deps-test ## Speed beside other NBD servers; writes target/bench/report.md (see benches/peer/main.rs)
+bench: deps-test ## Speed beside other NBD servers, and the cost of many volumes; reports below target/bench
 	$(CARGO) bench --locked --bench peer
+	$(CARGO) bench --locked --bench growth
 
 install: $(RELEASE) ## Install what was built: unit, udev rules, manual, too (DESTDIR, PREFIX)
 	$(INSTALL) -D -m 0755 $(RELEASE) $(DESTDIR)$(bindir)/cleat
