@@ -31,7 +31,7 @@ SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.
 	tests/nodes/guest/shutdown
 
 .DEFAULT_GOAL := build
-.PHONY: help build release demo test unit tests vm-image comparison soak \
+.PHONY: help build release demo test unit tests vm-image comparison comparison-fail-over soak \
 	soak-device soak-simulation soak-models soak-fights soak-controller soak-nodes soak-fuzz bench install \
 	uninstall clean control-plane nodes fail-over demo-cluster image deps-build deps-test device $(SUITES)
 
@@ -118,6 +118,9 @@ demo-cluster: deps-test ## A cluster of two nodes with a Ceph cluster: a node fa
 
 comparison: deps-test ## nbd-client with nbdkit in the same situations, in a virtual machine
 	$(CARGO_TEST) --test device -- --ignored peers_
+
+comparison-fail-over: deps-test ## A frozen node without remediation, with csi-attacher and a taint by hand
+	$(CARGO_TEST) --test nodes -- --test-threads 1 --nocapture comparison::
 
 # What `make soak` does with the tests of `make test`: how many seeds of the simulation, fights for a
 # volume, fights of two nodes while controllers are killed, repetitions of each situation in virtual

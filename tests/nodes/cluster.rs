@@ -13,9 +13,7 @@ use test_kit::ceph;
 use test_kit::control_plane::{ControlPlane, MACHINES, NAMESPACE, Purpose};
 
 use crate::demo::{say, show_command};
-use crate::installation::{
-    sidecars, snapshot_definitions, start_ceph, with_images_and_remediation,
-};
+use crate::installation::{sidecars, snapshot_definitions, start_ceph, with_images};
 use crate::machine::Machine;
 use crate::network::Network;
 use crate::programs::{BUSYBOX, fill, kubectl, output, project};
@@ -39,6 +37,8 @@ pub(crate) enum Kind {
     OneNode,
     /// Two nodes that reach a Ceph cluster, with `deploy/components/rbd` and node remediation.
     TwoNodes,
+    /// The same without node remediation, and with csi-attacher in the place of cleat's attacher.
+    Stock,
 }
 
 /// A cluster of nodes in virtual machines.
@@ -124,7 +124,7 @@ impl Cluster {
         let payload = test_kit::temp::on_disk().join("payload");
         say("the image of cleat and the programs of the nodes are made, if they are not there yet");
         // Builds need the internet, which the network of the cluster does not reach.
-        fill(&payload, &sidecars());
+        fill(&payload, &sidecars(kind == Kind::Stock));
         let definitions = snapshot_definitions();
         say("the control plane of Kubernetes, the storage and the virtual machines are started");
         let network = Network::new();
@@ -157,14 +157,14 @@ impl Cluster {
             self.change(&["apply", "-k", "deploy/base"]);
             return;
         };
-        let own = with_images_and_remediation(self.plane.directory(), ceph);
+        let own = with_images(self.plane.directory(), ceph, self.kind == Kind::Stock);
         self.change(&["apply", "-k", own.to_str().unwrap()]);
     }
 
     fn workloads(&self) -> &'static [&'static str] {
         match self.kind {
             Kind::OneNode => &["daemonset/cleat-node", "deployment/cleat-controller"],
-            Kind::TwoNodes => {
+            Kind::TwoNodes | Kind::Stock => {
                 &["daemonset/cleat-node", "deployment/cleat-controller", "deployment/cleat-images"]
             }
         }
@@ -313,7 +313,7 @@ fn start_parts(
     let start = |number, cpus| Machine::start(plane_of_machines, number, cpus, payload);
     let (machines, ceph) = match kind {
         Kind::OneNode => (vec![start(0, 2)], None),
-        Kind::TwoNodes => std::thread::scope(|scope| {
+        Kind::TwoNodes | Kind::Stock => std::thread::scope(|scope| {
             let machines = [0, 1].map(|number| scope.spawn(move || start(number, 1)));
             let ceph = start_ceph();
             (machines.map(|machine| machine.join().unwrap()).into(), Some(ceph))

@@ -69,7 +69,7 @@ fn filter(action: &str, cluster: &Cluster) -> String {
 }
 
 /// Returns the number of rounds of each kind.
-fn rounds() -> usize {
+pub(crate) fn rounds() -> usize {
     std::env::var("CLEAT_TEST_FAIL_OVERS").map_or(2, |rounds| rounds.parse().unwrap())
 }
 
@@ -99,23 +99,31 @@ impl<'a> FailOver<'a> {
     }
 
     /// Begins a fault of the node of the pod.
-    fn fail(&mut self, fault: Fault) {
+    pub(crate) fn fail(&mut self, fault: Fault) {
         self.begin = Instant::now();
         fault.begin(self.cluster, &self.writer.node);
     }
 
-    /// Waits for the steps of a fail-over after the last fault, and until the next pod writes. Returns the seconds of
-    /// each part. The writer is the next pod then.
-    fn move_on(&mut self) -> Parts {
-        let (from, begin) = (self.writer.clone(), self.begin);
-        let (failed, cluster, timeline) = (from.node.as_str(), self.cluster, &self.timeline);
-        let other = from.other_node();
+    /// Waits for the steps of node remediation after the last fault. Returns when each part ended.
+    fn remediated(&self) -> Vec<(&'static str, Instant)> {
+        let failed = self.writer.node.as_str();
         let when = |what: &str, condition: &dyn Fn(&str, &Value) -> bool| {
-            timeline.when(what, begin, LIMIT, condition)
+            self.timeline.when(what, self.begin, LIMIT, condition)
         };
         let detected = when("the node is lost", &|_, object| is_lost(object, failed));
         let fenced = when("it is fenced", &|_, object| is_fenced(object, failed));
         when("it is out of service", &|_, object| is_out_of_service(object, failed));
+        vec![("detection", detected), ("fencing", fenced)]
+    }
+
+    /// Waits for the other steps of a fail-over, and until the next pod writes. `parts` are those before them, with their
+    /// ends. Returns the seconds of each part. The writer is the next pod then.
+    pub(crate) fn move_on(&mut self, mut parts: Vec<(&'static str, Instant)>) -> Parts {
+        let (from, begin) = (self.writer.clone(), self.begin);
+        let (cluster, timeline, other) = (self.cluster, &self.timeline, from.other_node());
+        let when = |what: &str, condition: &dyn Fn(&str, &Value) -> bool| {
+            timeline.when(what, begin, LIMIT, condition)
+        };
         let deleted = when("its pod is deleted", &|event, object| {
             event == "DELETED" && object["metadata"]["uid"] == from.uid
         });
@@ -134,14 +142,12 @@ impl<'a> FailOver<'a> {
         let written = started + all[first].uptime;
         self.ended.push((from, first));
         self.writer = next;
-        let parts = [
-            ("detection", detected),
-            ("fencing", fenced),
+        parts.extend([
             ("deletion", deleted),
             ("attach", attached),
             ("map", mapped),
             ("mount and first write", written),
-        ];
+        ]);
         Parts::new(begin, &parts)
     }
 
@@ -245,7 +251,7 @@ pub(crate) fn play(
         say(&format!("node {node} fails: {kind}"));
         fail_over.fail(fault);
         meanwhile(&fail_over, round);
-        let parts = fail_over.move_on();
+        let parts = fail_over.move_on(fail_over.remediated());
         parts.print(&format!("round {round}, {kind}, node {node}"));
         figures.add(if leads { "the node that failed" } else { "the other node" }, parts);
         show(|command| cluster.kubectl(command), WRITER_POD);

@@ -19,9 +19,13 @@ pub(crate) const SNAPSHOTTER: &str = "registry.k8s.io/sig-storage/csi-snapshotte
 /// The pool in `deploy/components/rbd`.
 pub(crate) const POOL: &str = "kubernetes";
 
+/// The image of csi-attacher, which nothing in `deploy/` has.
+const ATTACHER: &str = "registry.k8s.io/sig-storage/csi-attacher:v4.13.0";
+
 /// Returns the images of the sidecars in the manifests and in the tests, with the name of each sidecar.
-pub(crate) fn sidecars() -> Vec<(String, String)> {
+pub(crate) fn sidecars(with_attacher: bool) -> Vec<(String, String)> {
     let mut images = vec![(RESIZER.to_owned(), "csi-resizer".to_owned())];
+    images.extend(with_attacher.then(|| (ATTACHER.to_owned(), "csi-attacher".to_owned())));
     for file in ["base/node.yaml", "components/images/images.yaml"] {
         let text = std::fs::read_to_string(project("deploy").join(file)).unwrap();
         let documents: Vec<Value> = serde_saphyr::from_multiple(&text).unwrap();
@@ -58,9 +62,10 @@ pub(crate) fn start_ceph() -> ceph::Cluster {
     cluster
 }
 
-/// Makes a kustomization with RBD images on this Ceph cluster and with node remediation, and returns its path. It is in a
-/// copy of `deploy/`, because the example of a Ceph cluster is replaced there.
-pub(crate) fn with_images_and_remediation(directory: &Path, ceph: &ceph::Cluster) -> PathBuf {
+/// Makes a kustomization with RBD images on this Ceph cluster, and returns its path. It has node remediation, or csi-attacher
+/// in the place of cleat's attacher (`is_stock`). It is in a copy of `deploy/`, because the example of a Ceph cluster is
+/// replaced there.
+pub(crate) fn with_images(directory: &Path, ceph: &ceph::Cluster, is_stock: bool) -> PathBuf {
     output(Command::new("cp").arg("-r").arg(project("deploy")).arg(directory));
     let rbd = directory.join("deploy/components/rbd");
     let conf = std::fs::read_to_string(ceph.conf()).unwrap();
@@ -77,12 +82,50 @@ pub(crate) fn with_images_and_remediation(directory: &Path, ceph: &ceph::Cluster
     std::fs::write(rbd.join("ceph.client.csi.keyring"), keyring).unwrap();
     let own = directory.join("deploy/own");
     std::fs::create_dir_all(&own).unwrap();
-    let kustomization = json!({
+    let mut kustomization = json!({
         "resources": ["../base"],
-        "components": [
-            "../components/rbd", "../components/volume-attributes", "../components/remediation",
-        ],
+        "components": ["../components/rbd", "../components/volume-attributes"],
     });
+    if is_stock {
+        std::fs::write(own.join("rights.yaml"), rights_of_attacher().to_string()).unwrap();
+        kustomization["resources"] = json!(["../base", "rights.yaml"]);
+        kustomization["patches"] = json!([attacher()]);
+    } else {
+        kustomization["components"]
+            .as_array_mut()
+            .unwrap()
+            .push("../components/remediation".into());
+    }
     std::fs::write(own.join("kustomization.yaml"), kustomization.to_string()).unwrap();
     own
+}
+
+/// Returns the patch that adds csi-attacher to the pods of the controller, with its default settings.
+fn attacher() -> Value {
+    let mount = json!({ "name": "csi", "mountPath": "/csi" });
+    let container = json!({
+        "name": "csi-attacher", "image": ATTACHER,
+        "args": ["--csi-address=/csi/csi.sock"], "volumeMounts": [mount],
+    });
+    let add = |place: &str, value: Value| json!({ "op": "add", "path": format!("/spec/template/spec/{place}/-"), "value": value });
+    let changes = json!([
+        add("containers/0/args", "--csi-socket=/csi/csi.sock".into()),
+        add("containers/0/volumeMounts", mount),
+        add("containers", container),
+        add("volumes", json!({ "name": "csi", "emptyDir": {} })),
+    ]);
+    json!({
+        "target": { "kind": "Deployment", "name": "cleat-controller" }, "patch": changes.to_string(),
+    })
+}
+
+fn rights_of_attacher() -> Value {
+    json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
+        "metadata": { "name": "csi-attacher" },
+        "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "cluster-admin" },
+        "subjects": [{
+            "kind": "ServiceAccount", "name": "cleat-controller", "namespace": "cleat-system",
+        }],
+    })
 }

@@ -11,6 +11,7 @@
 
 mod claims_of_images;
 mod cluster;
+mod comparison;
 mod controller_killed;
 mod demo;
 mod fail_over;

@@ -167,6 +167,11 @@ pub(crate) fn is_lost(object: &Value, node: &str) -> bool {
     is(object, "Node", node) && object["metadata"]["annotations"][LOST].is_string()
 }
 
+/// Returns whether the object is this node, and Kubernetes takes it for not ready.
+pub(crate) fn is_not_ready(object: &Value, node: &str) -> bool {
+    is(object, "Node", node) && !is_true(object, "Ready")
+}
+
 /// Returns whether the object is this node with the taint that detaches its volumes.
 pub(crate) fn is_out_of_service(object: &Value, node: &str) -> bool {
     let taints = object["spec"]["taints"].as_array();
