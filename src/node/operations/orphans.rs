@@ -57,6 +57,13 @@ pub(crate) async fn clear_orphans(cx: &Context, deadline: Instant) -> Result<()>
     let mut known = cx.register.ids();
     known.extend(orphans.iter().map(|(_, identity)| identity.mapping_id().to_owned()));
     known.extend(cx.unmanaged.ids());
+    let probe = |identity: &Identity| cx.workers.sockets.probe(identity.mapping_id());
+    // A worker that is about to exit may still listen.
+    stops_listening(|| {
+        let answers = orphans.iter().any(|(_, identity)| probe(identity) == Probe::Answers);
+        if answers { Probe::Answers } else { Probe::Refused }
+    })
+    .await;
     for (device, identity) in orphans {
         let name = format!("/dev/nbd{} ({})", device.index, identity.as_str());
         if let Err(error) = cx.unmanaged.check_device(&identity) {
@@ -64,7 +71,7 @@ pub(crate) async fn clear_orphans(cx: &Context, deadline: Instant) -> Result<()>
             continue;
         }
         // A missing socket proves nothing: the worker may belong to a daemon with other directories.
-        if cx.workers.sockets.probe(identity.mapping_id()) != Probe::Refused {
+        if probe(&identity) != Probe::Refused {
             let (node, named) = (node_of(device.index), identity.name());
             let node = node.display();
             cx.found(format!(
