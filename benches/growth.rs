@@ -6,7 +6,8 @@
 //! processes wake up, the time until a new supervisor serves all volumes after a crash, and how evenly volumes with the
 //! same load share the processors: each has one reader of 4 KiB blocks.
 //!
-//! `VOLUMES` are the numbers (`1,10,100,500`), and `SECONDS` is the length of a load (5).
+//! `VOLUMES` are the numbers (`1,10,100,500`), and `SECONDS` is the length of a load (5). With `BUSY_POLL=off` the
+//! workers never poll.
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -28,6 +29,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cleat_api::v1::{Mapping, MappingState};
+use cleat_core::policy::BusyPoll;
 use cleat_kernel::DeviceIndex;
 use common::{median, number};
 use test_kit::node::{Machine, SIZE, Supervisor};
@@ -65,7 +67,10 @@ fn main() {
 }
 
 fn measure(volumes: usize, time: Duration) -> Figures {
-    let machine = Machine::new();
+    let mut machine = Machine::new();
+    if std::env::var("BUSY_POLL").is_ok_and(|text| text == "off") {
+        machine.config.map.busy_poll = BusyPoll::Off;
+    }
     let before_mib = pss_mib("self");
     let supervisor = machine.start();
     let mut map_ms = Vec::new();
