@@ -41,7 +41,7 @@ fn an_image_is_created_once_with_the_given_properties() {
         (&json!(1024), &theirs["block_name_prefix"])
     );
     assert_eq!((&mine["size_bytes"], &mine["used_bytes"]), (&json!(1024 * MIB), &json!(0)));
-    for nothing in ["parent", "claim", "data_pool"] {
+    for nothing in ["parent", "claim", "data_pool", "compression", "encryption"] {
         assert_eq!(mine[nothing], json!(null), "{nothing}");
     }
     for empty in ["snapshots", "clones", "watchers", "locks", "flags"] {
@@ -49,7 +49,7 @@ fn an_image_is_created_once_with_the_given_properties() {
     }
     assert_eq!(
         mine.as_object().expect("an object").len(),
-        20,
+        22,
         "a new field must be added to the manual: {mine}"
     );
 }
