@@ -131,8 +131,7 @@ fn a_claim_that_nobody_remembers_is_released() {
 /// Two nodes of which nothing fails but what `acts` say, and which do not use the volume at the end.
 fn quiet(acts: Vec<(u64, Act)>) -> Scenario {
     Scenario {
-        nodes: 2,
-        mode: Mode::ReadWrite,
+        modes: vec![Mode::ReadWrite; 2],
         policy: Policy::default(),
         remediates: false,
         lost_per_mille: 0,

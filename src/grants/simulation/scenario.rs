@@ -10,8 +10,8 @@ pub(crate) const FAULTS_END_MS: u64 = 40_000;
 
 #[derive(Debug)]
 pub(crate) struct Scenario {
-    pub(crate) nodes: usize,
-    pub(crate) mode: Mode,
+    /// How each node uses the volume.
+    pub(crate) modes: Vec<Mode>,
     pub(crate) policy: Policy,
     /// Whether a node is lost as soon as its lease is stale.
     pub(crate) remediates: bool,
@@ -104,7 +104,7 @@ pub(crate) fn of(seed: u64) -> Scenario {
     let mut dice = Dice::new(seed);
     let nodes = dice.pick(&[2, 2, 3, 4]);
     let shared = dice.one_in(6);
-    let mode = if shared { Mode::SharedReadWrite } else { Mode::ReadWrite };
+    let modes = if shared { dice.shared_modes(nodes) } else { vec![Mode::ReadWrite; nodes] };
     let policy = Policy {
         release_timeout_s: dice.pick(&[0, 1, 3, 5]),
         forced_detach_s: dice.pick(&[4, 10, 360]),
@@ -128,27 +128,31 @@ pub(crate) fn of(seed: u64) -> Scenario {
     acts.sort_by_key(|(at, _)| *at);
     let last = match dice.below(8) {
         0 => Vec::new(),
-        1..=3 if shared => (0..nodes).collect(),
+        1..=3 if shared => {
+            let first = dice.index(nodes);
+            let is_beside = |node: &usize| modes[*node].is_compatible(modes[first]);
+            (0..nodes).filter(|node| *node == first || is_beside(node)).collect()
+        }
         _ => vec![dice.index(nodes)],
     };
     let lost_per_mille = dice.pick(&[0, 10, 60]);
     let late_per_mille = dice.pick(&[0, 20, 100]);
     let policy = Policy { max_nodes: dice.pick(&[0, 0, 1, 64]), ..policy };
     let forgets = dice.one_in(8);
-    Scenario {
-        nodes,
-        mode,
-        policy,
-        remediates,
-        lost_per_mille,
-        late_per_mille,
-        forgets,
-        acts,
-        last,
-    }
+    Scenario { modes, policy, remediates, lost_per_mille, late_per_mille, forgets, acts, last }
 }
 
 impl Dice {
+    /// Returns the modes of nodes that can hold the volume at the same time, or of some that cannot.
+    fn shared_modes(&mut self, nodes: usize) -> Vec<Mode> {
+        let modes = [Mode::SharedReadWrite, Mode::ReadOnly, Mode::ReadWrite];
+        match self.below(3) {
+            0 => vec![Mode::SharedReadWrite; nodes],
+            1 => vec![Mode::ReadOnly; nodes],
+            _ => (0..nodes).map(|_| self.pick(&modes)).collect(),
+        }
+    }
+
     /// Adds a sequence that random events rarely produce: a backup is taken between two uses of the volume and
     /// restored during the second one.
     fn script(&mut self, nodes: usize, acts: &mut Vec<(u64, Act)>) {

@@ -100,8 +100,8 @@ pub(crate) struct World<'a> {
 
 impl<'a> World<'a> {
     pub(crate) fn new(seed: u64, scenario: &'a Scenario, traces: bool) -> Self {
-        let nodes: Vec<Node> =
-            (0..scenario.nodes).map(|at| Node::new(format!("n{at}"), scenario.mode)).collect();
+        let nodes = scenario.modes.iter().enumerate();
+        let nodes: Vec<Node> = nodes.map(|(at, mode)| Node::new(format!("n{at}"), *mode)).collect();
         let actors = (0..2).map(Actor::Controller).chain((0..nodes.len()).map(Actor::Node));
         let fates = actors.map(|actor| (actor, Fate::default())).collect();
         let mut world = Self {
@@ -478,8 +478,10 @@ impl<'a> World<'a> {
         self.queue.insert((at, self.sent), event);
     }
 
-    pub(super) fn mode(&self) -> Mode {
-        self.scenario.mode
+    /// Returns how a node uses the volume.
+    pub(super) fn mode_of(&self, node: &str) -> Mode {
+        let node = self.nodes.iter().find(|known| known.name == node);
+        node.map_or(Mode::ReadWrite, |node| node.mode)
     }
 
     /// Returns the client of a mapping on `node` that was fenced; `None` if there is none.

@@ -88,7 +88,7 @@ impl World<'_> {
         let name = self.nodes[node].name.clone();
         let known = self.requests.iter().any(|request| request.node == name);
         if is_requested && !known {
-            let mode = self.scenario.mode;
+            let mode = self.nodes[node].mode;
             self.requests.push(Request { node: name, mode, pod_uids: Vec::new() });
         } else if !is_requested {
             self.requests.retain(|request| request.node != name);

@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use super::World;
 use crate::agent::OwnClaim;
-use crate::object::{FenceEntry, Generation, Mode, Signal, Truth, VolumeGrant};
+use crate::object::{FenceEntry, Generation, Signal, Truth, VolumeGrant};
 use crate::simulation::messages::Object;
 use crate::simulation::storage::Storage;
 
-/// A client whose writes the storage accepts.
+/// A client whose writes the storage accepts, or its reads if its node only reads.
 struct Writer<'a> {
     node: &'a str,
     generation: Generation,
@@ -42,7 +42,8 @@ impl Checks {
         let writers = writers(world);
         let rivals = writers.iter().find_map(|one| {
             let is_rival = |other: &&Writer<'_>| {
-                let is_shared = world.mode() != Mode::ReadWrite && other.node != one.node;
+                let modes = [one, other].map(|client| world.mode_of(client.node));
+                let is_shared = modes[0].is_compatible(modes[1]) && other.node != one.node;
                 other.client != one.client && !is_shared
             };
             writers.iter().find(is_rival).map(|other| (one, other))
@@ -73,7 +74,7 @@ impl Checks {
             return Some(format!("Cleaned of {node} is a lie: {client} can write"));
         }
         let later = grant.spec.holders.iter().find(|holder| {
-            let is_rival = !holder.mode.is_compatible(world.mode());
+            let is_rival = !holder.mode.is_compatible(world.mode_of(node));
             is_rival && holder.node != node && holder.generation > generation
         });
         let later = later.filter(|_| !self.was_restored)?;
