@@ -4,7 +4,7 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::transmute;
 
-use libc::{iovec, size_t, ssize_t, timespec};
+use libc::{iovec, size_t, ssize_t, time_t, timespec};
 
 use crate::types::*;
 
@@ -133,6 +133,23 @@ table! {
         ) -> ssize_t;
         fn rados_break_lock(
             rados_ioctx_t, *const c_char, *const c_char, *const c_char, *const c_char
+        ) -> c_int;
+        fn rados_getxattr(
+            rados_ioctx_t, *const c_char, *const c_char, *mut c_char, size_t
+        ) -> c_int;
+        fn rados_create_write_op() -> rados_write_op_t;
+        fn rados_release_write_op(rados_write_op_t);
+        fn rados_write_op_cmpxattr(
+            rados_write_op_t, *const c_char, u8, *const c_char, size_t
+        );
+        fn rados_write_op_omap_cmp(
+            rados_write_op_t, *const c_char, u8, *const c_char, size_t, *mut c_int
+        );
+        fn rados_write_op_exec(
+            rados_write_op_t, *const c_char, *const c_char, *const c_char, size_t, *mut c_int
+        );
+        fn rados_write_op_operate(
+            rados_write_op_t, rados_ioctx_t, *const c_char, *mut time_t, c_int
         ) -> c_int;
     }
     optional {

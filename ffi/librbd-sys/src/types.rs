@@ -8,6 +8,8 @@ use std::ffi::{c_char, c_int, c_void};
 pub type rados_t = *mut c_void;
 /// A pool handle.
 pub type rados_ioctx_t = *mut c_void;
+/// Operations on one object that are executed together or not at all.
+pub type rados_write_op_t = *mut c_void;
 /// An open image.
 pub type rbd_image_t = *mut c_void;
 /// Options for a new image.
@@ -188,5 +190,7 @@ pub const RBD_SNAP_NAMESPACE_TYPE_MIRROR: rbd_snap_namespace_type_t = 3;
 pub const RBD_MIRROR_IMAGE_ENABLED: c_int = 1;
 
 pub const RBD_LOCK_MODE_EXCLUSIVE: rbd_lock_mode_t = 0;
+
+pub const LIBRADOS_CMPXATTR_OP_EQ: u8 = 1;
 
 pub const RBD_WRITE_ZEROES_FLAG_THICK_PROVISION: c_int = 1;

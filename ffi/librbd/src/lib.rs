@@ -27,6 +27,7 @@ mod progress;
 mod quiesce;
 mod snapshots;
 mod submit;
+mod swap;
 mod text;
 mod watch;
 
@@ -47,6 +48,7 @@ pub use progress::Progress;
 pub use quiesce::{Quiesce, QuiesceWatch};
 pub use snapshots::{Snapshot, SnapshotKind};
 pub use submit::{Completion, Io, IoBuffer, Refused, Submitter};
+pub use swap::LockState;
 pub use watch::Watch;
 
 /// Loads the libraries. A process that later gives up access to files calls this first; otherwise the

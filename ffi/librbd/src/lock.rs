@@ -39,7 +39,7 @@ impl Locker {
 }
 
 /// librbd's name of an image's lock (`RBD_LOCK_NAME`).
-const LOCK: &CStr = c"rbd_lock";
+pub(crate) const LOCK: &CStr = c"rbd_lock";
 
 /// The maximum length of the list of lockers' names, in bytes.
 const MAX_NAMES: usize = 16 << 20;

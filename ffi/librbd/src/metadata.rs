@@ -51,14 +51,7 @@ impl Image {
     /// Returns the OSD's error.
     pub fn metadata_put(&self, key: &str, value: &str) -> Result<()> {
         let action = || format!("set the image's metadata {key}");
-        // The argument of the object class: a map with one entry in Ceph's encoding.
-        let mut entry = 1_u32.to_le_bytes().to_vec();
-        for text in [c_string(key, "a key")?, c_string(value, "a value")?] {
-            let length = u32::try_from(text.as_bytes().len())
-                .map_err(|_| Error::invalid(action(), "the text is too long"))?;
-            entry.extend_from_slice(&length.to_le_bytes());
-            entry.extend_from_slice(text.as_bytes());
-        }
+        let entry = metadata_entry(key, value, action)?;
         let header = self.header()?;
         // SAFETY: the pool is open, the names are C strings, `entry` has the given length, and there is no
         // buffer for output.
@@ -137,4 +130,26 @@ impl Image {
             return Ok(texts(&keys).zip(texts(&values)).collect());
         }
     }
+}
+
+/// Returns the argument with which the object class sets `key` to `value`: a map with one entry in Ceph's encoding.
+pub(crate) fn metadata_entry(
+    key: &str,
+    value: &str,
+    action: impl Fn() -> String,
+) -> Result<Vec<u8>> {
+    let mut entry = 1_u32.to_le_bytes().to_vec();
+    for text in [c_string(key, "a key")?, c_string(value, "a value")?] {
+        put_bytes(&mut entry, text.as_bytes(), &action)?;
+    }
+    Ok(entry)
+}
+
+/// Appends a text in Ceph's encoding: its length, and its bytes.
+pub(crate) fn put_bytes(to: &mut Vec<u8>, bytes: &[u8], action: impl Fn() -> String) -> Result<()> {
+    let length =
+        u32::try_from(bytes.len()).map_err(|_| Error::invalid(action(), "the text is too long"))?;
+    to.extend_from_slice(&length.to_le_bytes());
+    to.extend_from_slice(bytes);
+    Ok(())
 }

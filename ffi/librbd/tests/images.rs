@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use librbd::{Cluster, Config, Image, Io, NewImage, Open, Pool, RBD_FEATURE_FAST_DIFF};
+use librbd::{Cluster, Config, Image, Io, LockState, NewImage, Open, Pool, RBD_FEATURE_FAST_DIFF};
 use test_kit::ceph::{ID, POOL, is_under_valgrind, run_under_valgrind, shared};
 use test_kit::wait::wait_until;
 
@@ -156,6 +156,40 @@ fn metadata_can_be_put_while_another_client_holds_the_lock() {
     }
     assert!(image.is_lock_owner().unwrap() && !beside.is_lock_owner().unwrap());
     assert_eq!(image.metadata().unwrap().len(), 1);
+}
+
+#[test]
+fn a_swap_of_metadata_requires_the_value_and_the_state_of_the_lock() {
+    let (pool, other) = (pool(), pool());
+    let image = fresh(&pool, "swapped", 8 * MIB);
+    let reader = other.open("swapped", None, Open::ReadOnly).unwrap();
+    let read = || image.metadata_get("cleat.swap").unwrap();
+    let long = "long".repeat(10_000);
+    assert!(!reader.metadata_swap("cleat.swap", Some("x"), "1", LockState::Free).unwrap());
+    assert!(reader.metadata_swap("cleat.swap", None, "1", LockState::Free).unwrap());
+    assert!(!reader.metadata_swap("cleat.swap", None, "2", LockState::Any).unwrap());
+    assert!(!reader.metadata_swap("cleat.swap", Some("12"), "2", LockState::Any).unwrap());
+    assert_eq!(read().as_deref(), Some("1"));
+    assert_eq!(
+        errno(image.metadata_swap("cleat.swap", Some("1"), "2", LockState::Own)),
+        libc::EBUSY
+    );
+    for value in [&*long, "3"] {
+        image.lock_acquire().unwrap();
+        let known = read();
+        let swap = |by: &Image, lock| by.metadata_swap("cleat.swap", known.as_deref(), value, lock);
+        assert!(!swap(&reader, LockState::Free).unwrap());
+        assert_eq!(errno(swap(&reader, LockState::Own)), libc::EBUSY);
+        assert_eq!(read(), known);
+        assert!(swap(&image, LockState::Own).unwrap());
+        assert_eq!(read().as_deref(), Some(value));
+        assert!(!swap(&image, LockState::Own).unwrap());
+        image.lock_release().unwrap();
+        // The attribute with the lock stays when no client holds it.
+        assert!(reader.metadata_swap("cleat.swap", Some(value), "2", LockState::Free).unwrap());
+        assert!(reader.metadata_swap("cleat.swap", Some("2"), "", LockState::Any).unwrap());
+        assert!(reader.metadata_swap("cleat.swap", None, "1", LockState::Any).unwrap());
+    }
 }
 
 #[test]
@@ -338,7 +372,14 @@ fn connecting_to_unreachable_monitors_times_out() {
 #[test]
 fn valgrind_finds_nothing() {
     if !is_under_valgrind() {
-        let tests = ["sizes_change", "metadata_is", "snapshots_keep", "one_client", "extents_are"];
+        let tests = [
+            "sizes_change",
+            "metadata_is",
+            "a_swap_of",
+            "snapshots_keep",
+            "one_client",
+            "extents_are",
+        ];
         run_under_valgrind(&tests);
     }
 }
