@@ -11,8 +11,8 @@
 //! 2. Announce the new claim under a second metadata key.
 //! 3. Break the lock.
 //! 4. Acquire the lock.
-//! 5. Check that the claim has not changed since the decision.
-//! 6. Write the new claim with the next generation.
+//! 5. Write the new claim with the next generation, if the claim has not changed since the decision. The OSD checks
+//!    this, and that the client holds the lock, in the same step.
 //!
 //! A crash between two steps leaves a state in which the next client can start again: either a claim whose
 //! client is blocklisted once more, or a lock whose holder is identified by its announcement. Without the
@@ -26,6 +26,7 @@
 //! OSD may still execute requests of the previous client that were in flight, until the first request of
 //! this client brings it the new map. Data that this client has read once therefore does not change.
 
+pub(crate) mod beside;
 pub(crate) mod decision;
 pub(crate) mod header;
 pub(crate) mod record;
@@ -33,7 +34,7 @@ pub(crate) mod seal;
 
 use std::time::Duration;
 
-use librbd::{Cluster, Image};
+use librbd::{Cluster, Image, LockState};
 
 use crate::errors::image_error;
 use cleat_backend::claimant::Claimant;
@@ -122,7 +123,7 @@ impl<H: Header> ClaimAttempt<'_, H> {
             }
             #[cfg(feature = "fault")]
             cleat_backend::crash_point("locked, not claimed");
-            match self.write(last.as_ref(), &next) {
+            match header.swap(last.as_ref(), &next, LockState::Own) {
                 Ok(true) => return Ok(Ok(next)),
                 Ok(false) => header.unlock()?,
                 Err(error) => {
@@ -141,7 +142,7 @@ impl<H: Header> ClaimAttempt<'_, H> {
 
     /// Fences the client at `address`. After this, an OSD that has served a request of this client serves none
     /// of the fenced one's.
-    fn fence(&self, address: &str, liveness: Liveness) -> Result<()> {
+    pub(crate) fn fence(&self, address: &str, liveness: Liveness) -> Result<()> {
         tracing::warn!(image = self.name, client = address, ?liveness, "fencing a client");
         self.header.fence(address, liveness)
     }
@@ -169,33 +170,25 @@ impl<H: Header> ClaimAttempt<'_, H> {
         known.map_or_else(|| held(self.name, owner), |claim| claimed(self.name, &claim.client))
     }
 
-    /// Writes the claim `next` unless the claim is not `last` any more. Returns whether it was written.
-    /// This client must hold the lock.
-    fn write(&self, last: Option<&Claim>, next: &Claim) -> Result<bool> {
-        if self.header.claim()?.as_ref() != last {
-            return Ok(false);
-        }
-        self.header.write(next)?;
-        Ok(true)
-    }
-
-    fn may_fence(&self, client: &String) -> bool {
+    pub(crate) fn may_fence(&self, client: &String) -> bool {
         self.only.is_none_or(|only| only.contains(client))
     }
 }
 
 /// Marks `claim` as released if it is still the image's claim and this client holds the lock. Does not
-/// release the lock.
+/// release the lock. A shared claim needs no lock; no request may be in flight then.
 pub(crate) fn release(image: &Image, claim: &Claim, name: &str) -> Result<()> {
-    let failed = |error| image_error(error, name);
-    // Writing metadata would acquire a lock that this client has lost.
-    if !image.is_lock_owner().map_err(failed)? {
+    let header = ImageHeader { image, name };
+    if claim.is_shared() {
+        return beside::leave(&header, name, &claim.client);
+    }
+    // A client without the lock has lost the image, or is about to release nothing.
+    if !image.is_lock_owner().map_err(|error| image_error(error, name))? {
         return Ok(());
     }
-    if !of(image, name)?.is_some_and(|now| now.is_same(claim)) {
-        return Ok(());
-    }
-    ImageHeader { image, name }.write(&claim.released())
+    let now = header.claim()?;
+    let Some(now) = now.filter(|now| now.is_same(claim)) else { return Ok(()) };
+    header.swap(Some(&now), &claim.released(), LockState::Own).map(drop)
 }
 
 /// Reads the claim of `image`.
@@ -238,7 +231,7 @@ pub(crate) fn no_exclusive_lock(name: &str) -> Error {
     ))
 }
 
-fn claimed(name: &str, client: &Client) -> Error {
+pub(crate) fn claimed(name: &str, client: &Client) -> Error {
     let message = format!("{name} is claimed by {}", client.describe());
     Error::new(ErrorKind::InUse, message).with_repair(
         "unmap it there, or map it read-only here; to fence a client that may still write, use \

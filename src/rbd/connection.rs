@@ -41,10 +41,12 @@ pub(crate) fn open_library(
     spec: &RbdSpec,
     key: Option<&ClientKey>,
     read_only: bool,
+    is_granted: bool,
 ) -> Result<Arc<librbd::Image>> {
     let failed = |error| open_error(error, &spec.image_name(), spec);
     // The library's own lines are part of the log of the process that serves the image.
-    let config = librbd::Config { defaults: defaults(spec), quiet: false, ..config(spec) };
+    let config =
+        librbd::Config { defaults: defaults(spec, is_granted), quiet: false, ..config(spec) };
     let cluster = connect(&config, key).map_err(failed)?;
     let pool = cluster.pool(&spec.pool, spec.namespace.as_deref()).map_err(failed)?;
     let how = if read_only { librbd::Open::ReadOnly } else { librbd::Open::Write };
@@ -77,11 +79,20 @@ pub(crate) fn config(spec: &RbdSpec) -> librbd::Config {
     }
 }
 
+/// Options for an image that is granted to several writers. librbd breaks the lock of a writer that does not watch the
+/// image any more. It must not put it on the blocklist: only the controller decides that, and an entry of librbd, of
+/// one hour, would replace an entry of the controller. The lock does not protect the data of such an image. librbd's
+/// object map has locks of its own. The second name is that of Ceph 15.
+const KEEP_OWNERS: [(&str, &str); 2] =
+    [("rbd_blocklist_on_break_lock", "false"), ("rbd_blacklist_on_break_lock", "false")];
+
 /// Options for a served image, as far as the loaded library knows them.
-fn defaults(spec: &RbdSpec) -> Vec<(String, String)> {
+fn defaults(spec: &RbdSpec, is_granted: bool) -> Vec<(String, String)> {
     let mut defaults: Vec<_> = owned(&cache::OFF).collect();
     if !spec.shared {
         defaults.push((BLOCKLIST_OPTION.to_owned(), BLOCKLIST_S.to_string()));
+    } else if is_granted {
+        defaults.extend(owned(&KEEP_OWNERS));
     }
     // These work only together.
     if !INLINE.iter().any(|(key, _)| spec.config.contains_key(*key)) {
@@ -118,10 +129,12 @@ mod tests {
         assert_eq!(own.id.as_deref(), Some("x"));
         assert_eq!(spec("p/n/i@s").image_name(), "p/n/i@s");
         // The connection's thread may start requests only if the library has no limit of its own.
-        let inline = defaults(&spec("p/i?lock=shared"));
+        let inline = defaults(&spec("p/i?lock=shared"), false);
         assert_eq!(inline, [list(&cache::OFF), list(&INLINE)].concat());
-        let bounded = defaults(&spec("p/i?lock=shared&config.objecter_inflight_ops=9"));
+        let granted = defaults(&spec("p/i?lock=shared"), true);
+        assert_eq!(granted, [list(&cache::OFF), list(&KEEP_OWNERS), list(&INLINE)].concat());
+        let bounded = defaults(&spec("p/i?lock=shared&config.objecter_inflight_ops=9"), false);
         assert_eq!(bounded, list(&cache::OFF));
-        assert!(defaults(&spec("p/i")).ends_with(&list(&INLINE)));
+        assert!(defaults(&spec("p/i"), true).ends_with(&list(&INLINE)));
     }
 }

@@ -12,6 +12,7 @@ use std::time::Instant;
 use librbd::{Cluster, Image, Open};
 use serde::Deserialize;
 
+use crate::claim::beside::Eviction;
 use crate::claim::decision::{Liveness, Purpose};
 use crate::claim::header::ImageHeader;
 use crate::claim::record::{self, Claim};
@@ -93,6 +94,10 @@ impl Fence for RbdFence {
             targets.iter().map(|target| target.client.address.clone()).collect();
         if targets.iter().any(|target| may_write(&target.client)) {
             return self.call(Open::Write, deadline, move |image, name| {
+                let claim = claim::of(image, name)?;
+                if claim.is_some_and(|claim| claim.active_shared().next().is_some()) {
+                    return evict(image, name, &claimant, &addresses);
+                }
                 take_over_and_release(image, name, &claimant, Some(&addresses))
             });
         }
@@ -151,17 +156,33 @@ pub(crate) fn take_over_and_release(
     image.lock_release().map_err(|error| errors::image_error(error, name))
 }
 
-/// Lists the clients of the image: that of the claim first, then those that were fenced before, and then
+/// Fences clients of an image with shared claims, and removes their claims. The other claims stay.
+fn evict(image: &Image, name: &str, claimant: &Claimant, addresses: &[String]) -> Result<()> {
+    let (header, clock) = (&ImageHeader { image, name }, &SystemClock);
+    addresses.iter().try_for_each(|address| {
+        // Also one without a claim, for example another tool that has the lock.
+        claim::fence_client(image.pool().cluster(), address, Liveness::MayLive)?;
+        Eviction { header, name, claimant, address, clock }.run()
+    })
+}
+
+/// Lists the clients of the image: those of the claims first, then those that were fenced before, and then
 /// lock holders and watchers without a claim.
 fn clients(image: &Image, name: &str) -> Result<Vec<Client>> {
     let failed = |error| errors::image_error(error, name);
     let claim = claim::of(image, name)?;
     let mut clients: Vec<Client> = Vec::new();
     if let Some(claim) = &claim {
-        let standing = if claim.released { Standing::Released } else { Standing::Held };
-        clients.push(claimed_client(&claim.client, standing));
+        let standing = |released| if released { Standing::Released } else { Standing::Held };
+        let shared = claim.shared.iter();
+        clients.extend(shared.map(|known| claimed_client(&known.client, standing(known.released))));
+        let alone = claimed_client(&claim.client, standing(claim.released));
         let earlier = claim.cut.iter().rev().map(|client| claimed_client(client, Standing::Taken));
-        clients.extend(earlier.filter(|client| client.address != claim.client.address));
+        for client in std::iter::once(alone).chain(earlier) {
+            if clients.iter().all(|known| known.address != client.address) {
+                clients.push(client);
+            }
+        }
     }
     for locker in image.lockers().map_err(failed)? {
         entry(&mut clients, &locker.address).holds_lock = true;
@@ -301,6 +322,13 @@ fn prove_ended(
     }
     let unknown = "no record says whose client it was".to_owned();
     let Some(claim) = claim else { return not_proved(unknown, KEEP_ENTRY) };
+    if let Some(shared) = claim.shared.iter().find(|shared| shared.client.address == address) {
+        if shared.released {
+            return Ok(());
+        }
+        let message = format!("it has a claim of the image: {}", shared.client.describe());
+        return not_proved(message, "use cleat fence add, which removes the claim");
+    }
     if claim.client.address == address {
         if claim.released {
             return Ok(());

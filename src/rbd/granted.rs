@@ -16,6 +16,7 @@ use cleat_grants::storage::Fencing;
 use librbd::{Image, Open, Subject};
 
 use crate::claim;
+use crate::claim::beside::Eviction;
 use crate::claim::header::ImageHeader;
 use crate::claim::record::{Claim, is_address};
 use crate::claim::seal::Seal;
@@ -27,8 +28,9 @@ use crate::spec::RbdSpec;
 pub(crate) struct GrantRecord(RbdFence);
 
 impl GrantRecord {
+    /// The record is the same for one writer and for several.
     pub(crate) fn new(spec: &RbdSpec) -> Result<Self> {
-        RbdFence::new(spec).map(Self)
+        RbdFence::new(&RbdSpec { shared: false, ..spec.clone() }).map(Self)
     }
 
     /// As [`RbdFence::call`], but only an image that does not exist is `NotFound`: without its configuration, key, pool
@@ -59,18 +61,6 @@ fn is_of_image(error: &Error) -> bool {
 }
 
 impl Fencing for GrantRecord {
-    fn check_mode(&self, mode: Mode) -> Result<()> {
-        if mode == Mode::ReadWrite {
-            return Ok(());
-        }
-        let name = &self.0.name;
-        let message = format!(
-            "cannot grant {name} in the mode {mode:?}: the record of an image has one writer and no readers"
-        );
-        Err(Error::new(ErrorKind::Unsupported, message)
-            .with_repair("use the access mode ReadWriteOnce or ReadWriteOncePod"))
-    }
-
     fn record(&self, deadline: Instant) -> Result<Record> {
         self.call(Open::ReadOnly, deadline, |image, name| {
             let claim = claim::of(image, name)?;
@@ -80,9 +70,11 @@ impl Fencing for GrantRecord {
     }
 
     fn fence(&self, target: &Target, deadline: Instant) -> Result<()> {
-        self.check_mode(target.mode)?;
         let target = target.clone();
-        self.call(Open::Write, deadline, move |image, name| {
+        // A shared mode needs no lock.
+        let is_shared = target.mode != Mode::ReadWrite;
+        let how = if is_shared { Open::ReadOnly } else { Open::Write };
+        self.call(how, deadline, move |image, name| {
             let seal = Seal {
                 header: &ImageHeader { image, name },
                 name,
@@ -91,7 +83,7 @@ impl Fencing for GrantRecord {
                 listed: &listed(image, name)?,
                 clock: &SystemClock,
             };
-            seal.write()
+            if is_shared { seal.write_beside() } else { seal.write() }
         })
     }
 
@@ -114,12 +106,14 @@ impl Fencing for GrantRecord {
         let (node, client) = (node.to_owned(), client.to_owned());
         self.call(Open::Write, deadline, move |image, name| {
             let claim = claim::of(image, name)?;
-            let is_claim = |claim: &Claim| !claim.released && claim.client.address == client;
-            if !claim.as_ref().is_some_and(is_claim) {
-                return Ok(());
-            }
             // Without the permission to take over, only a client that has ended is replaced.
             let claimant = Claimant::alone(&node, false)?;
+            let is_claim = |claim: &Claim| !claim.released && claim.client.address == client;
+            if !claim.as_ref().is_some_and(is_claim) {
+                let (header, address) = (&ImageHeader { image, name }, &*client);
+                let claimant = &claimant;
+                return Eviction { header, name, claimant, address, clock: &SystemClock }.run();
+            }
             take_over_and_release(image, name, &claimant, Some(&[client]))
         })
     }

@@ -15,6 +15,7 @@ use cleat_backend::{RenewCredentials, Shrink, SnapshotQuiesce, VolumeIdentity, W
 use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Features};
+use cleat_grants::object::Mode;
 use cleat_sys::ring::Ring;
 
 use crate::claim::ClaimAttempt;
@@ -38,9 +39,10 @@ pub(crate) struct RbdImage {
     handles: Mutex<Option<Handles>>,
     name: String,
     identity: VolumeIdentity,
-    /// `None` if the image is not claimed: it is read-only, or several clients may write to it.
-    claimant: Option<Claimant>,
-    /// The mapping, if several clients may write to the image.
+    /// The claimant, and how it uses the image. `None` if the image is not claimed: it is read-only or several clients
+    /// may write to it, and the mapping has no grant.
+    claimant: Option<(Claimant, Mode)>,
+    /// The mapping, if several clients may write to an image without claims.
     sharer: Option<Sharer>,
     /// The key that librados connected with; `None` if librados has read it by itself.
     key: Option<ClientKey>,
@@ -75,11 +77,15 @@ impl RbdImage {
             let recorded = sharer.record(&image, name, purpose, &SystemClock);
             return recorded.inspect_err(|error| self.note_fenced(error));
         }
-        let Some(claimant) = &self.claimant else { return Ok(()) };
+        let Some((claimant, mode)) = &self.claimant else { return Ok(()) };
         let header = &ImageHeader { image: &image, name };
         let attempt =
             ClaimAttempt { header, name, claimant, purpose, only: None, clock: &SystemClock };
-        match attempt.acquire().inspect_err(|error| self.note_fenced(error))? {
+        let acquired = match mode {
+            Mode::ReadWrite => attempt.acquire(),
+            mode => attempt.acquire_beside(*mode),
+        };
+        match acquired.inspect_err(|error| self.note_fenced(error))? {
             Ok(claim) => {
                 *self.shared.claim() = Some(claim);
                 Ok(())
@@ -188,9 +194,10 @@ impl Image for RbdImage {
         Some(self)
     }
 
-    /// Returns `None` for an image without a claim, which names no writer.
+    /// Returns `None` for an image whose claim names no single writer.
     fn write_hold(&self) -> Option<&dyn WriteHold> {
-        self.claimant.is_some().then_some(self as &dyn WriteHold)
+        let mode = self.claimant.as_ref().map(|(_, mode)| *mode);
+        (mode == Some(Mode::ReadWrite)).then_some(self as &dyn WriteHold)
     }
 
     fn background(&self) -> Option<&dyn BackgroundWork> {

@@ -20,12 +20,12 @@ use crate::client::{Local, Volume, write};
 use crate::places::{make_objects, s3_store};
 use crate::rbd::{MIB, fresh, refused_to};
 
-fn deadline() -> Instant {
+pub fn deadline() -> Instant {
     Instant::now() + Duration::from_secs(60)
 }
 
 /// The options of a worker on `node` that has a grant with this generation.
-fn granted(node: &str, generation: u64) -> OpenOptions {
+pub fn granted(node: &str, generation: u64) -> OpenOptions {
     let claimant = Claimant {
         node: node.to_owned(),
         boot_id: format!("boot of {node}"),
@@ -37,17 +37,17 @@ fn granted(node: &str, generation: u64) -> OpenOptions {
     OpenOptions { claimant, ..OpenOptions::default() }
 }
 
-fn target(node: &str, generation: u64) -> Target {
+pub fn target(node: &str, generation: u64) -> Target {
     let (node, generation) = (node.to_owned(), Generation(generation));
     Target { node, generation, mode: Mode::ReadWrite }
 }
 
-fn record_of(uri: &str) -> Arc<dyn Fencing> {
+pub fn record_of(uri: &str) -> Arc<dyn Fencing> {
     REGISTRY.volume(uri).unwrap().spec().grant_record().unwrap().unwrap()
 }
 
 /// Fails with the error for a claim that the record does not admit.
-fn check_refused(uri: &str, options: &OpenOptions, why: &str) {
+pub fn check_refused(uri: &str, options: &OpenOptions, why: &str) {
     let error: Error = refused_to(uri, options);
     assert_eq!(error.kind(), ErrorKind::InUse, "{}", error.report());
     assert!(error.message().contains(why), "{}", error.message());
@@ -125,9 +125,10 @@ fn a_node_that_has_not_claimed_is_fenced_by_the_seal() {
     let storage = record_of(&uri);
     storage.fence(&target("a", 1), deadline()).unwrap();
     check_refused(&uri, &granted("a", 1), "the generation was fenced");
-    let other = Target { mode: Mode::ReadOnly, ..target("a", 2) };
-    assert_eq!(storage.fence(&other, deadline()).unwrap_err().kind(), ErrorKind::Unsupported);
-    drop(Local::open(&REGISTRY.volume(&uri).unwrap(), granted("b", 2)));
+    let shared = Target { mode: Mode::SharedReadWrite, ..target("c", 2) };
+    storage.fence(&shared, deadline()).unwrap();
+    check_refused(&format!("{uri}&lock=shared"), &granted("c", 2), "the generation was fenced");
+    drop(Local::open(&REGISTRY.volume(&uri).unwrap(), granted("b", 3)));
 }
 
 #[test]

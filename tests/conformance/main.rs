@@ -14,6 +14,7 @@ mod checks;
 mod client;
 mod files;
 mod grants;
+mod holders;
 mod identity;
 mod model;
 mod objects;

@@ -11,7 +11,7 @@ use cleat_backend::store::Layout;
 use cleat_backend::{Image, OpenOptions};
 use cleat_core::error::{ErrorKind, Result};
 use cleat_csi::{VolumeId, remote_uri};
-use cleat_grants::object::{FenceEntry, Generation, GrantSpec, Reason, Signal, Time, Truth};
+use cleat_grants::object::{FenceEntry, Generation, GrantSpec, Mode, Reason, Signal, Time, Truth};
 use cleat_kube::grant::{VolumeGrant, grant_name};
 use cleat_kube::storage::{Backing, Storage};
 use kube::api::PostParams;
@@ -96,8 +96,16 @@ pub(crate) fn create_in(store: &str, name: &str) -> String {
 
 /// Opens a volume as a worker on `node` does that has a grant with this generation.
 pub(crate) fn open(handle: &str, node: &str, generation: Generation) -> Result<Arc<dyn Image>> {
+    open_as(handle, node, generation, Mode::ReadWrite)
+}
+
+/// As [`open`], in a mode.
+fn open_as(handle: &str, node: &str, generation: Generation, mode: Mode) -> Result<Arc<dyn Image>> {
     let id = VolumeId::parse(handle).unwrap();
-    let uri = remote_uri(&clusters(), &id).unwrap().unwrap();
+    let mut uri = remote_uri(&clusters(), &id).unwrap().unwrap();
+    if mode == Mode::SharedReadWrite {
+        uri.push_str("&lock=shared");
+    }
     let claimant = Claimant {
         node: node.to_owned(),
         boot_id: format!("boot of {node}"),
@@ -106,7 +114,8 @@ pub(crate) fn open(handle: &str, node: &str, generation: Generation) -> Result<A
         grant: Some(generation.0),
         ..Claimant::default()
     };
-    let options = OpenOptions { claimant, ..OpenOptions::default() };
+    let read_only = mode == Mode::ReadOnly;
+    let options = OpenOptions { claimant, read_only, ..OpenOptions::default() };
     REGISTRY.volume(&uri).unwrap().open(&options)
 }
 
@@ -261,17 +270,68 @@ fn row_38_a_fence_keeps_a_grant_only_as_long_as_the_image_exists() {
 }
 
 #[test]
-fn an_image_is_granted_to_one_writer_only() {
+fn row_13_and_37_one_of_the_nodes_that_share_an_image_is_fenced() {
+    one_of_two_is_fenced("shared", Mode::SharedReadWrite, "ReadWriteMany");
+}
+
+#[test]
+fn row_13_and_37_one_of_the_nodes_that_read_an_image_is_fenced() {
+    one_of_two_is_fenced("read", Mode::ReadOnly, "ReadOnlyMany");
+}
+
+/// Two nodes hold an image. One of them is lost, the other one goes on, and a single writer waits for both.
+fn one_of_two_is_fenced(image: &'static str, mode: Mode, access: &str) {
     run(async |world: World| {
+        let handle = &tokio::task::spawn_blocking(|| create(image)).await.unwrap();
         let controller = world.controller();
-        let node = world.node("a").await;
-        let source = json!({ "inlineVolumeSpec": {
-            "accessModes": ["ReadOnlyMany"],
-            "csi": { "driver": world.driver, "volumeHandle": "rbd/ceph/volumes//read" },
-        } });
-        let name = world.attach_source(&source, "v", &node).await;
-        let (message, _) = world.attach_error(&name, "in the mode ReadOnly").await;
-        assert!(message.contains("volumes/read"), "{message}");
+        let (a, b, c) = (world.node("a").await, world.node("b").await, world.node("c").await);
+        let mut spec = world.spec(handle);
+        spec["accessModes"] = json!([access]);
+        spec["volumeMode"] = json!("Block");
+        let volume = world.volume_of("v", spec).await;
+        let mut held = Vec::new();
+        for node in [&a, &b] {
+            let attachment = world.attach(&volume, node).await;
+            let generation = world.attached(&attachment).await;
+            let claiming = (Signal::SafeToDetach, Truth::False, Reason::Claiming, generation);
+            world.report(handle, node, &[claiming]).await;
+            let image = open_as(handle, node, generation, mode).unwrap();
+            let mounted = (Signal::SafeToMount, Truth::True, Reason::Mapped, generation);
+            world.report(handle, node, &[mounted]).await;
+            held.push((attachment, generation, image));
+        }
+        let [(first, of_a, lost), (second, of_b, kept)] = &held[..] else { panic!() };
+        let writer = world.volume("w", handle).await;
+        let writer = world.attach(&writer, &c).await;
+        world.attach_error(&writer, "holds it").await;
+
+        world.out_of_service(&a, true).await;
+        world.detach(first).await;
+        world.gone(first).await;
+        let grant = world.grant(handle).await.unwrap().stored().grant;
+        let fence = grant.fence(&a, *of_a).unwrap();
+        assert!(fence.client.is_some() && fence.proof.contains("is sealed"), "{fence:?}");
+        eventually("the worker of the node is fenced", async || lost.is_fenced().then_some(()))
+            .await;
+        let Err(error) = open_as(handle, &a, *of_a, mode) else { panic!("a stale generation") };
+        assert!(error.message().contains("the generation was fenced"), "{}", error.message());
+        // Its check of the claim runs every 5 s.
+        tokio::time::sleep(Duration::from_secs(6)).await;
+        assert!(!kept.is_fenced());
+        kept.refresh_size().unwrap();
+        if mode == Mode::SharedReadWrite {
+            kept.resize().unwrap().grow(16 << 20).unwrap();
+        }
+        world.attach_error(&writer, "holds it").await;
+
+        world.detach(second).await;
+        world.revoked(handle, &b).await;
+        kept.close();
+        world.released(handle, &b, *of_b).await;
+        world.gone(second).await;
+        let generation = world.attached(&writer).await;
+        assert_eq!(generation, of_b.next());
+        drop(open(handle, &c, generation).unwrap());
         controller.stop().await;
     });
 }

@@ -14,11 +14,16 @@
 //! qemu, `rbd`) leave no trace but the lock, so the mapping resumes only if the lock is still that of its own
 //! claim. Two states without it are explained by the mapping itself: the claim is released, and an
 //! announcement shows that a later process of the mapping was breaking the lock when it ended.
+//!
+//! [`decide`] is about a claim as the only writer, and [`decide_beside`] about a shared claim. Neither is admitted
+//! while another node has a claim of the other kind, and readers and writers do not share an image either.
 
 use std::fmt;
+use std::ops::ControlFlow;
 
 use super::record::{Claim, Client};
 use cleat_backend::claimant::{Claimant, is_same_node};
+use cleat_grants::object::Mode;
 use cleat_grants::record::Refusal;
 
 /// The client that holds the image's lock.
@@ -135,7 +140,7 @@ pub(crate) fn decide(
         return Decision::Lost(lost);
     }
     let forced = claimant.take_over && purpose == Purpose::Open;
-    let refusal = claim.and_then(|claim| claim.refusal(claimant));
+    let refusal = claim.and_then(|claim| claim.refusal(claimant, Mode::ReadWrite));
     if let Some(refusal) = refusal.filter(|_| !forced && purpose == Purpose::Open) {
         return Decision::Refused(refusal);
     }
@@ -154,24 +159,104 @@ pub(crate) fn decide(
         }
         rivals.push(client.address.clone());
     }
-    if let Some(Holder { address, alive, made_by_hand }) = holder
-        && address != own
-        && active.is_none_or(|client| client.address != *address)
-    {
-        if let Some(cookie) = made_by_hand.as_ref().filter(|_| !forced) {
-            return Decision::LockedByHand(cookie.clone());
+    let shared = claim.iter().flat_map(|claim| claim.active_shared());
+    for client in shared.map(|shared| &shared.client).filter(|client| client.address != own) {
+        let entitled = purpose == Purpose::Open && may_replace(client, claimant, seen);
+        if !(forced || entitled) {
+            return Decision::Claimed(client.clone());
         }
-        let announcer = seen.announcer(address);
-        // The announcer died or is stopped between its announcement and writing its claim.
-        let entitled = purpose == Purpose::Open
-            && announcer.is_some_and(|client| may_replace(client, claimant, seen));
-        if *alive && !forced && !entitled {
-            let held = || Decision::Held(address.clone());
-            return announcer.map_or_else(held, |client| Decision::Claimed(client.clone()));
+        if !rivals.contains(&client.address) {
+            rivals.push(client.address.clone());
         }
-        rivals.push(address.clone());
+    }
+    match other_holder(seen, claimant, own, purpose, &rivals) {
+        ControlFlow::Continue(holder) => rivals.extend(holder),
+        ControlFlow::Break(refused) => return refused,
     }
     Decision::Take(rivals)
+}
+
+/// Decides whether `claimant`, whose client has the address `own`, may claim the image in `mode` beside other nodes
+/// with the same mode. [`Decision::Take`] has the clients to fence: the last one of this node, and dead holders of the
+/// lock. A claim of another node is never taken over, also not on `--take-over`: the controller fences it.
+pub(crate) fn decide_beside(
+    seen: &Observation,
+    claimant: &Claimant,
+    mode: Mode,
+    own: &str,
+    purpose: Purpose,
+) -> Decision {
+    let claim = seen.claim.as_ref();
+    let shared = || claim.iter().flat_map(|claim| &claim.shared);
+    let resumes = claimant.resumes || purpose == Purpose::Handover;
+    if let Some(refusal) = claim.and_then(|claim| claim.refusal(claimant, mode)) {
+        return match resumes {
+            true => Decision::Lost(Lost::Refused(refusal)),
+            false => Decision::Refused(refusal),
+        };
+    }
+    // A single writer has removed the last claim of the mapping, or it was fenced.
+    if resumes && !shared().any(|known| known.client.mapping_id == claimant.mapping_id) {
+        return Decision::Lost(Lost::NoClaim);
+    }
+    let alone = claim.filter(|claim| !claim.released).map(|claim| &claim.client);
+    let conflicts =
+        |other: &Client, theirs: Mode| other.node == claimant.node || !theirs.is_compatible(mode);
+    let others = claim.iter().flat_map(|claim| claim.active_shared());
+    let others = others.filter(|other| conflicts(&other.client, other.mode));
+    let others = alone.into_iter().chain(others.map(|other| &other.client));
+    let mut rivals = Vec::new();
+    for client in others.filter(|client| client.address != own) {
+        if purpose == Purpose::Handover || !may_replace(client, claimant, seen) {
+            return Decision::Claimed(client.clone());
+        }
+        rivals.push(client.address.clone());
+    }
+    // Writers that share an image pass its lock on. One that has released its claim may still have the lock.
+    let is_partner = |holder: &&Holder| {
+        let mut writers = shared().filter(|known| known.mode == Mode::SharedReadWrite);
+        mode == Mode::SharedReadWrite && writers.any(|known| known.client.address == holder.address)
+    };
+    if seen.holder.as_ref().filter(is_partner).is_some() {
+        return Decision::Take(rivals);
+    }
+    let claimant = &Claimant { take_over: false, ..claimant.clone() };
+    match other_holder(seen, claimant, own, purpose, &rivals) {
+        ControlFlow::Continue(holder) => rivals.extend(holder),
+        ControlFlow::Break(refused) => return refused,
+    }
+    Decision::Take(rivals)
+}
+
+/// Returns the address of the client that holds the lock if `claimant` may break it; `None` if there is none beside
+/// this client and `rivals`. Breaks off with the decision if it may not.
+fn other_holder(
+    seen: &Observation,
+    claimant: &Claimant,
+    own: &str,
+    purpose: Purpose,
+    rivals: &[String],
+) -> ControlFlow<Decision, Option<String>> {
+    let Some(Holder { address, alive, made_by_hand }) = &seen.holder else {
+        return ControlFlow::Continue(None);
+    };
+    if address == own || rivals.contains(address) {
+        return ControlFlow::Continue(None);
+    }
+    let forced = claimant.take_over && purpose == Purpose::Open;
+    if let Some(cookie) = made_by_hand.as_ref().filter(|_| !forced) {
+        return ControlFlow::Break(Decision::LockedByHand(cookie.clone()));
+    }
+    let announcer = seen.announcer(address);
+    // The announcer died or is stopped between its announcement and writing its claim.
+    let entitled = purpose == Purpose::Open
+        && announcer.is_some_and(|client| may_replace(client, claimant, seen));
+    if *alive && !forced && !entitled {
+        let held = || Decision::Held(address.clone());
+        let claimed = |client: &Client| Decision::Claimed(client.clone());
+        return ControlFlow::Break(announcer.map_or_else(held, claimed));
+    }
+    ControlFlow::Continue(Some(address.clone()))
 }
 
 /// Returns why the mapping of `claimant`, which has a device, must not claim the image again; `None` if no
@@ -184,7 +269,8 @@ pub(crate) fn decide(
 fn why_lost(seen: &Observation, claimant: &Claimant, own: &str) -> Option<Lost> {
     let Some(claim) = &seen.claim else { return Some(Lost::NoClaim) };
     if claim.client.mapping_id != claimant.mapping_id {
-        let refusal = claim.refusal(claimant).filter(|why| *why == Refusal::Sealed);
+        let refusal = claim.refusal(claimant, Mode::ReadWrite);
+        let refusal = refusal.filter(|why| *why == Refusal::Sealed);
         let claimed = || Lost::Claimed(claim.client.clone());
         return Some(refusal.map_or_else(claimed, Lost::Refused));
     }
@@ -206,10 +292,11 @@ fn why_lost(seen: &Observation, claimant: &Claimant, own: &str) -> Option<Lost> 
     }
 }
 
-/// Returns whether `claimant` is entitled to replace `client`. It is if the node of `client` was restarted.
+/// Returns whether `claimant` is entitled to replace `client`. Readers never watch an image, so that nothing
+/// distinguishes a reader on a machine with the same name and machine id. It is entitled if the node of `client` was restarted.
 /// In the same boot it is if `client` is of the same mapping (the supervisor has proved the end of the
 /// previous process) or if the process of `client` has ended.
-fn may_replace(client: &Client, claimant: &Claimant, seen: &Observation) -> bool {
+pub(crate) fn may_replace(client: &Client, claimant: &Claimant, seen: &Observation) -> bool {
     if client.boot_id.is_empty() || claimant.boot_id.is_empty() {
         return false;
     }
@@ -230,7 +317,7 @@ fn may_replace(client: &Client, claimant: &Claimant, seen: &Observation) -> bool
 /// recorded about itself can show that. A client that another one was entitled to fence may still live.
 pub(crate) fn liveness(seen: &Observation, claimant: &Claimant, address: &str) -> Liveness {
     let records = [&seen.claim, &seen.announced].into_iter().flatten();
-    let clients = records.flat_map(|record| std::iter::once(&record.client).chain(&record.cut));
+    let clients = records.flat_map(|record| record.clients());
     let mut own = clients.filter(|client| client.address == address);
     match own.any(|client| may_replace(client, claimant, seen)) {
         true => Liveness::Ended,

@@ -1,7 +1,7 @@
 //! Access to an image's lock and metadata, as far as claims need it. It is a trait, so that tests can run
 //! [`super::ClaimAttempt`] with a crash after every step and with any order of steps of several clients.
 
-use librbd::{Image, RBD_FEATURE_EXCLUSIVE_LOCK};
+use librbd::{Image, LockState, RBD_FEATURE_EXCLUSIVE_LOCK};
 
 use super::decision::{Holder, Liveness, Observation};
 use super::record::{ANNOUNCED, Claim, KEY};
@@ -44,8 +44,12 @@ pub(crate) trait Header {
     /// Releases the lock.
     fn unlock(&self) -> Result<()>;
 
-    /// Writes the claim. This client must hold the lock.
-    fn write(&self, claim: &Claim) -> Result<()>;
+    /// Replaces the claim `last` by `next`, if it is still the claim, and if the lock is in the state `lock`: one step
+    /// at the storage. Returns whether it was replaced.
+    ///
+    /// # Errors
+    /// Returns an error if this client should hold the lock and does not.
+    fn swap(&self, last: Option<&Claim>, next: &Claim, lock: LockState) -> Result<bool>;
 }
 
 /// The header of an open image.
@@ -149,7 +153,13 @@ impl Header for ImageHeader<'_> {
         self.image.lock_release().map_err(|error| image_error(error, self.name))
     }
 
-    fn write(&self, claim: &Claim) -> Result<()> {
-        self.image.metadata_set(KEY, &claim.text()?).map_err(|error| image_error(error, self.name))
+    fn swap(&self, last: Option<&Claim>, next: &Claim, lock: LockState) -> Result<bool> {
+        let failed = |error| image_error(error, self.name);
+        let text = self.image.metadata_get(KEY).map_err(failed)?;
+        let id = self.image.id().map_err(failed)?;
+        if Claim::read(text.as_deref(), &id, self.name)?.as_ref() != last {
+            return Ok(false);
+        }
+        self.image.metadata_swap(KEY, text.as_deref(), &next.text()?, lock).map_err(failed)
     }
 }

@@ -1,12 +1,17 @@
 //! The claim record in the image's metadata under [`KEY`]: JSON that every client with write access to the
 //! image can change, so it is validated like any other input. New versions only add fields. Unknown
 //! fields are ignored when reading and are lost with the next claim.
+//!
+//! An image has either the claim of one writer, or the shared claims of several nodes: of writers that know of each
+//! other, or of readers. A shared claim that is released stays in the record until the node claims the image again,
+//! or a single writer does: a mapping that resumes its device must find its last claim, and no single writer between
+//! that claim and the next one.
 
 use serde::{Deserialize, Serialize};
 
 use cleat_backend::claimant::{Claimant, ProcessMark};
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_grants::object::{Generation, Mode};
+use cleat_grants::object::{Generation, MAX_HOLDERS, Mode};
 use cleat_grants::record::{Claim as GrantClaim, Record, Refusal, Seal};
 
 /// The metadata key.
@@ -22,11 +27,17 @@ const VERSION: u32 = 1;
 /// The version of a record with grants: a build that does not know them would claim a sealed image.
 const VERSION_GRANTS: u32 = 2;
 
+/// The version of a record with shared claims: a build that does not know them would claim an image that others use.
+const VERSION_SHARED: u32 = 3;
+
+/// The maximum number of shared claims in the record, with those that are released.
+pub(crate) const MAX_SHARED: usize = MAX_HOLDERS;
+
 /// The maximum number of seals in the record. The controller removes old ones (`Record::seal`).
 const MAX_SEALS: usize = 128;
 
 /// The maximum length of a record, in bytes.
-const MAX_RECORD: usize = 64 << 10;
+const MAX_RECORD: usize = 256 << 10;
 
 /// The maximum length of a text in the record, in bytes.
 const MAX_TEXT: usize = 256;
@@ -35,7 +46,7 @@ const MAX_TEXT: usize = 256;
 /// client may be removed from the blocklist.
 const MAX_CUT: usize = 16;
 
-/// The claim of an image: the client that writes to it, or wrote to it last.
+/// The claim of an image: the client that writes to it, or that has claimed it last.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Claim {
     version: u32,
@@ -44,15 +55,30 @@ pub(crate) struct Claim {
     image: String,
     #[serde(flatten)]
     pub(crate) client: Client,
-    /// Whether the client has released the claim. It then has no request in flight.
+    /// Whether the client has released the claim. It then has no request in flight. Always true if the image has
+    /// shared claims.
     #[serde(default)]
     pub(crate) released: bool,
+    /// The shared claims.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) shared: Vec<SharedClaim>,
     /// The clients that were fenced before, oldest first.
     #[serde(default)]
     pub(crate) cut: Vec<Client>,
     /// What the grants of the volume have left.
     #[serde(default, skip_serializing_if = "Grants::is_empty")]
     grants: Grants,
+}
+
+/// The claim of one node in a mode that several nodes may have at the same time.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct SharedClaim {
+    #[serde(flatten)]
+    pub(crate) client: Client,
+    pub(crate) mode: Mode,
+    /// Whether the client has released the claim. It then has no request in flight.
+    #[serde(default)]
+    pub(crate) released: bool,
 }
 
 /// The part of the record of a granted volume ([`Record`]) that outlives a claim.
@@ -120,22 +146,40 @@ impl Claim {
         }
         let mut claim: Self = serde_json::from_str(text)
             .map_err(|error| garbage("is not valid JSON for a claim").with_source(error))?;
-        if claim.version > VERSION_GRANTS {
+        if claim.version > VERSION_SHARED {
             return Err(wrong(ErrorKind::Unsupported, "was written by a newer version of cleat"));
         }
         claim.cut.drain(..claim.cut.len().saturating_sub(MAX_CUT));
-        let clients = || std::iter::once(&claim.client).chain(&claim.cut);
-        if claim.client.generation == u64::MAX
-            || !clients().all(Client::is_valid)
-            || !claim.grants.is_valid()
-        {
+        let is_valid = claim.clients().all(Client::is_valid)
+            && claim.client.generation != u64::MAX
+            && claim.shared.len() <= MAX_SHARED
+            && claim.shared.iter().all(|shared| shared.mode != Mode::ReadWrite)
+            && (claim.released || claim.active_shared().next().is_none())
+            && claim.grants.is_valid();
+        if !is_valid {
             return Err(garbage("has invalid values"));
         }
         Ok((claim.image == id).then_some(claim))
     }
 
-    /// Makes the claim of `claimant` that follows `last`. `fenced` are the addresses of the clients that
-    /// were fenced for it, and `since` is the time in seconds since the Unix epoch.
+    /// Returns every client that the record names.
+    pub(crate) fn clients(&self) -> impl Iterator<Item = &Client> {
+        let shared = self.shared.iter().map(|shared| &shared.client);
+        std::iter::once(&self.client).chain(&self.cut).chain(shared)
+    }
+
+    /// Returns whether the client of the record has a shared claim in it.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.active_shared().any(|shared| shared.client == self.client)
+    }
+
+    /// Returns the shared claims that are not released.
+    pub(crate) fn active_shared(&self) -> impl Iterator<Item = &SharedClaim> {
+        self.shared.iter().filter(|shared| !shared.released)
+    }
+
+    /// Makes the claim of `claimant`, as the only writer, that follows `last`. `fenced` are the addresses of the
+    /// clients that were fenced for it, and `since` is the time in seconds since the Unix epoch.
     pub(crate) fn after(
         last: Option<&Self>,
         image: String,
@@ -144,12 +188,57 @@ impl Claim {
         since: u64,
         fenced: &[String],
     ) -> Self {
+        let mut next = Self::next(last, image, claimant, address, since, fenced);
+        next.shared.clear();
+        // As `Record::admit_claim`.
+        next.grants.lowest = next.grants.lowest.max(Generation(next.client.grant));
+        next.versioned()
+    }
+
+    /// Makes the shared claim of `claimant` that follows `last`, as [`Self::after`] does. It replaces that of the same
+    /// node. Returns `None` if the record has the maximum number of shared claims.
+    pub(crate) fn beside(
+        last: Option<&Self>,
+        image: String,
+        (claimant, mode): (&Claimant, Mode),
+        address: String,
+        since: u64,
+        fenced: &[String],
+    ) -> Option<Self> {
+        let mut next = Self::next(last, image, claimant, address, since, fenced);
+        let client = next.client.clone();
+        next.released = true;
+        // Also claims of another mode that are released: their mappings must not resume after this claim.
+        next.shared
+            .retain(|shared| shared.client.node != client.node && shared.mode.is_compatible(mode));
+        if next.shared.len() >= MAX_SHARED {
+            let oldest = next.shared.iter().position(|shared| shared.released)?;
+            next.shared.remove(oldest);
+        }
+        next.shared.push(SharedClaim { client, mode, released: false });
+        Some(next.versioned())
+    }
+
+    /// Makes a record that follows `last`, with `claimant` as the last client. It keeps the shared claims except those
+    /// of the fenced clients.
+    pub(crate) fn next(
+        last: Option<&Self>,
+        image: String,
+        claimant: &Claimant,
+        address: String,
+        since: u64,
+        fenced: &[String],
+    ) -> Self {
         let mut known = last.map_or_else(Vec::new, |last| last.cut.clone());
+        let mut shared = last.map_or_else(Vec::new, |last| last.shared.clone());
         for address in fenced {
-            let named = last.map(|last| &last.client).filter(|client| client.address == *address);
+            let of_shared = shared.iter().map(|shared| &shared.client);
+            let mut named = last.map(|last| &last.client).into_iter().chain(of_shared);
+            let named = named.find(|client| client.address == *address).cloned();
             let unnamed = || Client { address: address.clone(), since, ..Client::default() };
             known.retain(|client| client.address != *address);
-            known.push(named.cloned().unwrap_or_else(unnamed));
+            known.push(named.unwrap_or_else(unnamed));
+            shared.retain(|shared| shared.client.address != *address);
         }
         known.drain(..known.len().saturating_sub(MAX_CUT));
         let client = Client {
@@ -165,11 +254,21 @@ impl Claim {
             grant: claimant.grant.unwrap_or_default(),
         };
         let mut grants = last.map_or_else(Grants::default, |last| last.grants.clone());
-        // As `Record::admit_claim`, for one writer.
         grants.generation = grants.generation.max(Generation(client.grant));
-        grants.lowest = grants.lowest.max(Generation(client.grant));
-        let version = if grants.is_empty() { VERSION } else { VERSION_GRANTS };
-        Self { version, image, client, released: false, cut: known, grants }
+        Self { version: VERSION, image, client, released: false, shared, cut: known, grants }
+            .versioned()
+    }
+
+    /// Sets the lowest version whose builds understand the record.
+    fn versioned(self) -> Self {
+        let version = if self.active_shared().next().is_some() {
+            VERSION_SHARED
+        } else if self.grants.is_empty() {
+            VERSION
+        } else {
+            VERSION_GRANTS
+        };
+        Self { version, ..self }
     }
 
     /// Returns the record of the volume. `listed` are the addresses on the blocklist: a seal names a client only
@@ -185,29 +284,35 @@ impl Claim {
     /// Returns the record of the volume. Clients that its seals name may have been removed from the blocklist.
     pub(crate) fn record_as_written(&self) -> Record {
         let Grants { generation, lowest, seals } = self.grants.clone();
-        let claims = if self.released {
-            Vec::new()
-        } else {
-            let Client { node, grant, address, .. } = self.client.clone();
-            let generation = Generation(grant);
-            vec![GrantClaim { node, generation, client: address, mode: Mode::ReadWrite }]
+        let claim = |client: &Client, mode| {
+            let Client { node, grant, address, .. } = client.clone();
+            GrantClaim { node, generation: Generation(grant), client: address, mode }
         };
+        let alone = (!self.released).then(|| claim(&self.client, Mode::ReadWrite));
+        let shared = self.active_shared().map(|shared| claim(&shared.client, shared.mode));
+        let mut claims: Vec<GrantClaim> = alone.into_iter().chain(shared).collect();
+        claims.sort_by_key(|claim| claim.generation);
         Record { generation, lowest, claims, seals }
     }
 
-    /// Returns why a claim with the grant of `claimant` is not admitted. A client of another node is not a reason:
-    /// [`decide`](super::decision::decide) is stricter about it.
-    pub(crate) fn refusal(&self, claimant: &Claimant) -> Option<Refusal> {
+    /// Returns why a claim with the grant of `claimant` is not admitted in this mode. A client of another node is not a
+    /// reason: [`decide`](super::decision::decide) is stricter about it.
+    pub(crate) fn refusal(&self, claimant: &Claimant, mode: Mode) -> Option<Refusal> {
         let (record, grant) = (self.record_as_written(), Generation(claimant.grant?));
-        let refusal = record.refusal(&claimant.node, grant, Mode::ReadWrite);
+        let refusal = record.refusal(&claimant.node, grant, mode);
         refusal.filter(Refusal::is_final)
     }
 
-    /// Returns the claim as released, with the generations and seals of `record`.
-    pub(crate) fn sealed(self, record: &Record) -> Self {
-        let Record { generation, lowest, seals, .. } = record.clone();
+    /// Returns the claim as released, with the generations, seals and shared claims of `record`.
+    pub(crate) fn sealed(mut self, record: &Record) -> Self {
+        let Record { generation, lowest, seals, claims } = record.clone();
+        let stays = |shared: &SharedClaim| {
+            let address = &shared.client.address;
+            shared.released || claims.iter().any(|claim| claim.client == *address)
+        };
+        self.shared.retain(stays);
         let grants = Grants { generation, lowest, seals };
-        Self { version: VERSION_GRANTS, released: true, grants, ..self }
+        Self { released: true, grants, ..self }.versioned()
     }
 
     /// Adds what `announced` says about fenced clients that had announced a claim and not written it.
@@ -233,9 +338,23 @@ impl Claim {
         Self { released: true, ..self.clone() }
     }
 
-    /// Returns whether both are the same claim, released or not.
-    pub(crate) fn is_same(&self, other: &Self) -> bool {
-        self.client == other.client
+    /// Returns the record in which the shared claim of `client` is marked as released; `None` if there is none that is
+    /// not released.
+    pub(crate) fn without(&self, client: &Client) -> Option<Self> {
+        let mut record = self.clone();
+        let mut shared = record.shared.iter_mut();
+        let own = shared.find(|shared| !shared.released && shared.client == *client)?;
+        own.released = true;
+        Some(record.versioned())
+    }
+
+    /// Returns whether the client of `own`, a claim that it has written, has this claim, too: released or not if it is
+    /// the claim of a single writer.
+    pub(crate) fn is_same(&self, own: &Self) -> bool {
+        match own.is_shared() {
+            true => self.active_shared().any(|shared| shared.client == own.client),
+            false => self.client == own.client,
+        }
     }
 }
 

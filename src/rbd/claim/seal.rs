@@ -5,13 +5,16 @@
 //! of the node names, or that the node has announced. The record is written as released, in one write, so that a
 //! crash never leaves a claim of the process that seals. A crash before this write leaves the old claim, and the
 //! next process seals again; if the crashed one held the lock, only after the OSDs have dropped its watch (30 s).
+//!
+//! This is about the generation of a single writer; for the shared modes, see [`super::beside`].
 
 use cleat_backend::claimant::Claimant;
 #[cfg(feature = "fault")]
-use cleat_backend::crash_point;
+pub(super) use cleat_backend::crash_point;
 use cleat_core::clock::Clock;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_grants::record::{FencePlan, Target};
+use librbd::LockState;
 
 use super::decision::{Holder, Liveness, Observation};
 use super::header::Header;
@@ -20,7 +23,7 @@ use super::{MAX_ROUNDS, held, locked_by_hand};
 
 /// A point at which tests end the process.
 #[cfg(not(feature = "fault"))]
-fn crash_point(_: &str) {}
+pub(super) fn crash_point(_: &str) {}
 
 /// An attempt to seal the generation of a grant.
 pub(crate) struct Seal<'a, H> {
@@ -69,7 +72,7 @@ impl<H: Header> Seal<'_, H> {
             let named = recorded.or_else(|| announced.map(|holder| holder.address.clone()));
             let last = seen.claim.as_ref();
             let next =
-                Claim::after(last, id.clone(), claimant, own.clone(), self.clock.unix_s(), &cut)
+                Claim::next(last, id.clone(), claimant, own.clone(), self.clock.unix_s(), &cut)
                     .with_details(seen.announced.as_ref())
                     .sealed(&record.seal(target, named));
             header.announce(&next)?;
@@ -82,7 +85,7 @@ impl<H: Header> Seal<'_, H> {
                 return Err(held(name, &owner));
             }
             crash_point("locked, not sealed");
-            let written = self.write_if_unchanged(last, &next);
+            let written = header.swap(last, &next, LockState::Own);
             crash_point("sealed, locked");
             if let Err(error) = header.unlock() {
                 // Closing the image releases the lock, too.
@@ -114,13 +117,5 @@ impl<H: Header> Seal<'_, H> {
             return Err(locked_by_hand(self.name, cookie));
         }
         if holder.alive { Err(held(self.name, &holder.address)) } else { Ok(()) }
-    }
-
-    fn write_if_unchanged(&self, last: Option<&Claim>, next: &Claim) -> Result<bool> {
-        let is_unchanged = self.header.claim()?.as_ref() == last;
-        if is_unchanged {
-            self.header.write(next)?;
-        }
-        Ok(is_unchanged)
     }
 }

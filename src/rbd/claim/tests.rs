@@ -1,6 +1,7 @@
 //! Claim attempts on a simulated image: a crash at every step of consecutive processes, and any order of the
 //! steps of two mappings and of clients without claims, on OSDs that get the blocklist late.
 
+mod beside;
 mod seals;
 mod world;
 

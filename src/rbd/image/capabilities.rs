@@ -10,6 +10,7 @@ use cleat_backend::{HandoverState, RenewCredentials, Resize, RunningTask, Shrink
 use cleat_backend::{SnapshotQuiesce, Waker, WriteHold};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::Extent;
+use cleat_grants::object::Mode;
 
 use super::RbdImage;
 use crate::claim::decision::Purpose;
@@ -147,11 +148,14 @@ impl Handover for RbdImage {
         let image = self.image()?;
         self.with_snapshots(Snapshots::reject);
         if let Some(claim) = self.shared.claim().take().filter(|_| !fenced) {
-            let released = claim::release(&image, &claim, &self.name)
-                .inspect_err(|error| self.note_fenced(error))
-                .and_then(|()| image.lock_release().map_err(|error| self.failed(error)));
+            let mut released = claim::release(&image, &claim, &self.name)
+                .inspect_err(|error| self.note_fenced(error));
+            if !claim.is_shared() {
+                let unlock = |()| image.lock_release().map_err(|error| self.failed(error));
+                released = released.and_then(unlock);
+            }
             if let Err(error) = released {
-                // This client still holds the lock, so it may continue to write.
+                // This client still holds the lock or its shared claim, so it may continue to write.
                 self.resume()?;
                 return Err(error);
             }
@@ -162,7 +166,9 @@ impl Handover for RbdImage {
     fn resume(&self) -> Result<()> {
         self.with_snapshots(Snapshots::activate);
         let taken = self.claim(Purpose::Handover);
-        if taken.as_ref().is_err_and(|error| error.kind() == ErrorKind::InUse) {
+        // A client that shares the image can write without its claim, and a fence would not find it.
+        let is_shared = self.claimant.as_ref().is_some_and(|(_, mode)| *mode != Mode::ReadWrite);
+        if taken.as_ref().is_err_and(|error| is_shared || error.kind() == ErrorKind::InUse) {
             // Another client has acquired the lock. Without this, librbd would wait for the lock and then
             // continue to write.
             self.shared.set_fenced();

@@ -8,6 +8,7 @@ use std::time::Duration;
 use super::RbdImage;
 use crate::background::Background;
 use crate::claim;
+use crate::claim::record::Claim;
 use crate::quiesce::Snapshots;
 use crate::sharer::Sharer;
 use cleat_core::error::Result;
@@ -24,7 +25,7 @@ const CLOSE_POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// The parts of an open image that closing ends.
 pub(super) struct Handles {
-    /// `None` for a reader, to which librbd reports no changes, and which has no claim.
+    /// `None` for a reader without a claim. To readers, librbd reports no changes.
     pub(super) background: Option<Background>,
     /// The registration for snapshots, if the volume was opened with it.
     pub(super) snapshots: Option<Snapshots>,
@@ -41,6 +42,8 @@ impl RbdImage {
         // A fenced client must not change the claim of another client.
         let claim = self.shared.claim().take().filter(|_| !self.shared.is_fenced());
         let name = self.name.clone();
+        // The lock of the image does not keep other clients from an image that is shared.
+        let (shared, claim): (Vec<_>, Vec<_>) = claim.into_iter().partition(Claim::is_shared);
         let sharer = self.sharer.as_ref().and_then(Sharer::take);
         let close = move || {
             let noted = |released: Result<()>| {
@@ -51,10 +54,16 @@ impl RbdImage {
                     })
                     .is_ok()
             };
-            let release = |claim| claim::release(&handles.image, &claim, &name);
-            let released = noted(claim.map_or(Ok(()), release));
-            let closed = handles
-                .close(|image| noted(sharer.map_or(Ok(()), |sharer| sharer.release(image, &name))));
+            let release = |image: &librbd::Image, claims: &[Claim]| {
+                noted(claims.iter().try_for_each(|claim| claim::release(image, claim, &name)))
+            };
+            let released = release(&handles.image, &claim);
+            let closed = handles.close(|image| {
+                let unshared = release(image, &shared);
+                let unrecorded =
+                    noted(sharer.map_or(Ok(()), |sharer| sharer.release(image, &name)));
+                unshared && unrecorded
+            });
             let _ = sender.send(closed.map(|last| released && last));
         };
         if let Err(error) = thread::Builder::new().name("rbd-close".to_owned()).spawn(close) {

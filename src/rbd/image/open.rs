@@ -9,6 +9,7 @@ use cleat_backend::{OpenOptions, VolumeIdentity};
 use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::Result;
 use cleat_core::volume::{BlockSizes, Features};
+use cleat_grants::object::Mode;
 
 use super::RbdImage;
 use super::close::Handles;
@@ -74,10 +75,11 @@ impl RbdImage {
         let name = spec.image_name();
         let (wanted, read_only) = (spec.clone(), options.read_only || spec.snapshot.is_some());
         let (named, watched) = (name.clone(), options.snapshots && !read_only);
+        let is_granted = is_granted(options);
         let opening = format!("open {name}");
         let started = SystemClock.now();
         let (image, snapshots, key) = timeouts::with_timeout(OPEN_TIMEOUT, &opening, move || {
-            let image = open_library(&wanted, key.as_ref(), read_only)?;
+            let image = open_library(&wanted, key.as_ref(), read_only, is_granted)?;
             // Immediately: a snapshot that starts before the watch aborts the process (librbd 16).
             let watch = || Snapshots::watch(&image, &named);
             let snapshots = watched.then(watch).transpose()?;
@@ -148,8 +150,10 @@ impl RbdImage {
                 stat.object_size.saturating_mul(PIECE_OBJECTS)
             },
         });
-        let background =
-            if read_only { None } else { Some(Background::start(&image, &name, &shared)?) };
+        let mode = mode(spec, &options);
+        let is_followed = !read_only || mode.is_some();
+        let background = is_followed.then(|| Background::start(&image, &name, &shared));
+        let background = background.transpose()?;
         // Also for an encrypted image: a device keeps the write-zeroes limit of its last owner (Linux 6.12)
         // and sends such requests even if they are not offered.
         let write_zeroes = image.can_write_zeroes();
@@ -164,14 +168,14 @@ impl RbdImage {
             multi_connection: true,
             keeps_acknowledged_writes: true,
         };
-        if !read_only && spec.shared {
-            // For an image that is claimed, the claim includes this check.
-            mirror::check_primary(&image, &name)?;
-        }
-        let (claimant, sharer) = match (read_only, spec.shared) {
-            (true, _) => (None, None),
-            (false, true) => (None, Sharer::new(options.claimant)),
-            (false, false) => (Some(options.claimant), None),
+        let (claimant, sharer) = match mode {
+            Some(mode) => (Some((options.claimant, mode)), None),
+            None if read_only => (None, None),
+            None => {
+                // For an image that is claimed, the claim includes this check.
+                mirror::check_primary(&image, &name)?;
+                (None, Sharer::new(options.claimant))
+            }
         };
         let handles = Mutex::new(Some(Handles { background, snapshots, image }));
         let blocks = block_sizes(stat, encrypted);
@@ -192,7 +196,22 @@ impl RbdImage {
     }
 
     fn resumes(&self) -> bool {
-        self.claimant.as_ref().is_some_and(|claimant| claimant.resumes)
+        self.claimant.as_ref().is_some_and(|(claimant, _)| claimant.resumes)
+    }
+}
+
+fn is_granted(options: &OpenOptions) -> bool {
+    options.claimant.grant.is_some_and(|grant| grant > 0)
+}
+
+/// Returns how the volume is claimed; `None` for a volume without a claim. Only a mapping with a grant shares its
+/// claim.
+fn mode(spec: &RbdSpec, options: &OpenOptions) -> Option<Mode> {
+    match (spec.snapshot.is_some(), options.read_only, spec.shared) {
+        (true, ..) => None,
+        (false, true, _) => is_granted(options).then_some(Mode::ReadOnly),
+        (false, false, true) => is_granted(options).then_some(Mode::SharedReadWrite),
+        (false, false, false) => Some(Mode::ReadWrite),
     }
 }
 

@@ -19,13 +19,14 @@ use librbd::{Image, Open};
 use super::{RbdStore, Target};
 use crate::claim::decision::Observation;
 use crate::claim::header::{Header, ImageHeader};
-use crate::claim::record::Claim;
+use crate::claim::record::{Claim, SharedClaim};
 use crate::hold::{KEY, Record, State};
 use crate::timeouts::{CALL_TIMEOUT, answer, with_timeout};
 use cleat_backend::group_snapshot::{GroupSnapshotStore, Hold};
 use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::random::Random;
+use cleat_grants::object::Mode;
 
 /// The interval at which the answer of the writer is read.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -70,6 +71,11 @@ impl Target {
         // Checks that the image has an exclusive lock.
         header.id()?;
         let (seen, own) = (header.observe()?, header.own_address()?);
+        let writes = |shared: &&SharedClaim| shared.mode == Mode::SharedReadWrite;
+        let writer = seen.claim.iter().flat_map(Claim::active_shared).find(writes);
+        if let Some(error) = writer.map(|writer| self.claimed(&writer.client)) {
+            return Err(error);
+        }
         match seen.claim.as_ref().filter(|claim| !claim.released) {
             Some(claim) if !seen.watching.contains(&claim.client.address) => {
                 Err(self.claimed(&claim.client))

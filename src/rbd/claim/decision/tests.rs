@@ -300,10 +300,60 @@ fn any_address() -> impl Strategy<Value = String> {
     prop::sample::select(vec!["A/1", "B/2", OWN]).prop_map(String::from)
 }
 
+/// Returns `claim` as released, with shared claims, some of which are released.
+fn beside(claim: &Claim, shared: &[(Claimant, String, bool)]) -> Claim {
+    let mut all = claim.released();
+    for (of, address, is_released) in shared {
+        let by = (of, Mode::SharedReadWrite);
+        let last = Some(&all);
+        all = Claim::beside(last, "id".into(), by, address.clone(), 0, &[]).unwrap();
+        let client = all.client.clone();
+        all = if *is_released { all.without(&client).unwrap() } else { all };
+    }
+    all
+}
+
 proptest! {
+    #[test]
+    fn a_shared_claim_fences_its_own_predecessor_only(
+        shared in prop::collection::vec((any_claimant(), any_address(), any::<bool>()), 0..4),
+        holder in prop::option::of((any_address(), any::<bool>())),
+        claimant in any_claimant(),
+        handover: bool,
+        is_reader: bool,
+    ) {
+        let claim = beside(&claim(&claimant, "C/9"), &shared);
+        let holder = holder.map(|(address, alive)| self::holder(&address, alive));
+        let watching = holder.iter().filter(|holder| holder.alive);
+        let watching = watching.map(|holder| holder.address.clone()).collect();
+        let seen = Observation { claim: Some(claim.clone()), announced: None, holder, watching };
+        let purpose = if handover { Purpose::Handover } else { Purpose::Open };
+        let mode = if is_reader { Mode::ReadOnly } else { Mode::SharedReadWrite };
+        let Decision::Take(rivals) = decide_beside(&seen, &claimant, mode, OWN, purpose) else {
+            return Ok(());
+        };
+        for shared in claim.active_shared().filter(|shared| shared.client.address != OWN) {
+            let client = &shared.client;
+            let is_conflict = client.node == claimant.node || is_reader;
+            let is_fenced = rivals.contains(&client.address);
+            let is_entitled = !handover && may_replace(client, &claimant, &seen);
+            prop_assert!(!is_conflict || (is_fenced && is_entitled), "{client:?}");
+        }
+        let is_ended = |address: &String| {
+            let known = |client: &&Client| client.address == *address;
+            let known = claim.clients().filter(known).any(|c| may_replace(c, &claimant, &seen));
+            known || seen.holder.as_ref().is_some_and(|held| held.address == *address && !held.alive)
+        };
+        prop_assert!(rivals.iter().all(is_ended), "{rivals:?}");
+        prop_assert!(!rivals.iter().any(|address| address == OWN), "a client fences itself");
+        let known = claim.shared.iter().any(|s| s.client.mapping_id == claimant.mapping_id);
+        prop_assert!(known || !(claimant.resumes || handover), "the last claim is missing");
+    }
+
     #[test]
     fn every_client_that_could_still_write_is_fenced(
         claims in prop::option::of((any_claimant(), any_address(), any::<bool>())),
+        shared in prop::collection::vec((any_claimant(), any_address(), any::<bool>()), 0..3),
         announced in prop::option::of((any_claimant(), any_address())),
         holder in prop::option::of((any_address(), any::<bool>())),
         claimant in any_claimant(),
@@ -311,7 +361,7 @@ proptest! {
     ) {
         let claim = claims.map(|(of, address, released)| {
             let claim = claim(&of, &address);
-            if released { claim.released() } else { claim }
+            if released { beside(&claim, &shared) } else { claim }
         });
         let announced = announced.map(|(of, address)| self::claim(&of, &address));
         let holder = holder.map(|(address, alive)| self::holder(&address, alive));
@@ -329,6 +379,8 @@ proptest! {
             let client = &claim.client;
             let active = !claim.released && client.address != OWN;
             prop_assert!(!active || rivals.contains(&client.address), "a claim is active");
+            let shared = claim.active_shared().map(|shared| &shared.client.address);
+            prop_assert!(shared.into_iter().all(|address| rivals.contains(address) || address == OWN));
             prop_assert!(!active || forced || may_replace(client, &claimant, &seen));
             let same = client.mapping_id == claimant.mapping_id;
             let resumes = claimant.resumes || handover;
@@ -337,7 +389,11 @@ proptest! {
         prop_assert!(claim.is_some() || !(claimant.resumes || handover), "the claim is missing");
         if let Some(Holder { address, alive, .. }) = &holder && address != OWN {
             prop_assert!(rivals.contains(address), "the lock holder could continue to write");
-            let claimed = claim.as_ref().is_some_and(|claim| claim.client.address == *address);
+            let is_holder = |client: &Client| client.address == *address;
+            let claimed = claim.as_ref().is_some_and(|claim| {
+                let mut shared = claim.active_shared();
+                is_holder(&claim.client) || shared.any(|shared| is_holder(&shared.client))
+            });
             let named = announced.as_ref().filter(|claim| claim.client.address == *address);
             let own = named.is_some_and(|claim| may_replace(&claim.client, &claimant, &seen));
             prop_assert!(forced || claimed || own || !alive, "another mapping was fenced");

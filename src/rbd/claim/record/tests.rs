@@ -54,12 +54,45 @@ fn an_invalid_claim_is_an_error_with_a_repair() {
             good.replace("\"generation\":1", "\"generation\":18446744073709551615"),
             ErrorKind::Internal,
         ),
-        (good.replace("\"version\":1", "\"version\":3"), ErrorKind::Unsupported),
+        (good.replace("\"version\":1", "\"version\":4"), ErrorKind::Unsupported),
         (good.replace("\"cut\":[", &format!("\"cut\":[{many}")), ErrorKind::Internal),
     ] {
         let error = read(&text).expect_err(&text);
         assert_eq!(error.kind(), kind, "{text}");
         assert!(error.repair().unwrap().contains("image-meta remove p/i"), "{error:?}");
+    }
+}
+
+/// The texts are those of the builds that introduced the versions.
+#[test]
+fn records_of_earlier_versions_are_read_and_followed() {
+    let client = r#""node":"n1","machine":"","boot_id":"b1","mapping_id":"m1","process":null,"generation":7,
+        "address":"10.0.0.1:0/7","since":1700000000"#;
+    let cut = r#""cut":[{"node":"n2","machine":"","boot_id":"b2","mapping_id":"m2","process":null,"generation":6,
+        "address":"10.0.0.2:0/8","since":1600000000}]"#;
+    let grants = r#""grants":{"generation":3,"lowest":3,"seals":[{"generation":2,"node":"n2","client":"10.0.0.2:0/8"}]}"#;
+    for released in [true, false] {
+        let first =
+            read(&format!(r#"{{"version":1,"image":"id",{client},"released":{released},{cut}}}"#));
+        let second = read(&format!(
+            r#"{{"version":2,"image":"id",{client},"grant":3,"released":{released},{cut},{grants}}}"#
+        ));
+        for (claim, grant) in [(first, 0), (second, 3)] {
+            let claim = claim.unwrap().unwrap();
+            assert_eq!((claim.released, claim.shared.len(), claim.cut.len()), (released, 0, 1));
+            assert_eq!((&*claim.client.node, claim.client.generation), ("n1", 7));
+            let record = claim.record_as_written();
+            assert_eq!((record.lowest.0, record.claims.len()), (grant, usize::from(!released)));
+            assert!(record.claims.iter().all(|known| known.mode == Mode::ReadWrite));
+            let is_sealed = record.seal_of(Generation(2)).is_some();
+            assert_eq!(is_sealed, grant > 0);
+            // The build that has written it reads what follows.
+            let next =
+                Claim::after(Some(&claim), "id".into(), &claimant(), "10.0.0.1:0/9".into(), 0, &[]);
+            let text = next.text().unwrap();
+            assert!(text.contains(&format!(r#""version":{}"#, 1 + u32::from(grant > 0))), "{text}");
+            assert!(!text.contains("shared"), "{text}");
+        }
     }
 }
 
@@ -110,6 +143,98 @@ fn invalid_grants_are_an_error() {
     largest.grants.seals = vec![largest.grants.seals[0].clone(); MAX_SEALS];
     largest.grants.seals[0].client = None;
     assert_eq!(read(&largest.text().unwrap()).unwrap(), Some(largest));
+}
+
+fn of_node(node: &str, grant: u64) -> Claimant {
+    Claimant { node: node.into(), mapping_id: node.into(), grant: Some(grant), ..claimant() }
+}
+
+fn beside(last: Option<&Claim>, node: &str, grant: u64) -> Claim {
+    let (by, address) = ((&of_node(node, grant), Mode::ReadOnly), format!("10.0.0.1:0/{grant}"));
+    Claim::beside(last, "id".into(), by, address, 0, &[]).unwrap()
+}
+
+/// A build that does not know them must not claim the image. It may when all of them are released.
+#[test]
+fn only_a_record_with_shared_claims_has_the_newest_version() {
+    let first = beside(None, "a", 1);
+    let both = beside(Some(&first), "b", 2);
+    let text = both.text().unwrap();
+    assert!(text.contains(r#""version":3"#) && text.contains(r#""released":true"#), "{text}");
+    assert_eq!(read(&text).unwrap(), Some(both.clone()));
+    let record = both.record_as_written();
+    let claims: Vec<_> = record.claims.iter().map(|c| (&*c.node, c.generation.0, c.mode)).collect();
+    assert_eq!(claims, [("a", 1, Mode::ReadOnly), ("b", 2, Mode::ReadOnly)]);
+    assert_eq!((record.generation, record.lowest), (Generation(2), Generation(0)));
+    assert!(both.is_shared() && both.is_same(&first) && both.is_same(&both));
+
+    let one = both.without(&first.client).unwrap();
+    assert!(one.text().unwrap().contains(r#""version":3"#) && !one.is_same(&first));
+    assert_eq!((one.without(&first.client), one.record_as_written().claims.len()), (None, 1));
+    let none = one.without(&both.client).unwrap();
+    let text = none.text().unwrap();
+    assert!(text.contains(r#""version":2"#), "{text}");
+    assert_eq!(read(&text).unwrap(), Some(none.clone()));
+    // The next claim of a node replaces its last one, and a single writer replaces all of them.
+    let again = beside(Some(&none), "a", 3);
+    assert_eq!((again.shared.len(), again.active_shared().count()), (2, 1));
+    let by = (&of_node("c", 4), Mode::SharedReadWrite);
+    let writer = Claim::beside(Some(&none), "id".into(), by, "10.0.0.1:0/9".into(), 0, &[]);
+    assert_eq!(writer.unwrap().shared.len(), 1, "readers do not resume after a writer");
+    let alone =
+        Claim::after(Some(&none), "id".into(), &of_node("c", 4), "10.0.0.1:0/9".into(), 0, &[]);
+    let known = alone.record_as_written();
+    assert_eq!((alone.shared.len(), known.claims.len(), known.lowest), (0, 1, Generation(4)));
+}
+
+#[test]
+fn a_fenced_client_with_a_shared_claim_is_recorded_with_its_details() {
+    let both = beside(Some(&beside(None, "a", 1)), "b", 2);
+    let target = Target { node: "a".into(), generation: Generation(1), mode: Mode::ReadOnly };
+    let cut = ["10.0.0.1:0/1".to_owned()];
+    let record = both.record_as_written().seal(&target, Some(cut[0].clone()));
+    let next = Claim::next(Some(&both), "id".into(), &claimant(), "10.0.0.3:0/1".into(), 0, &cut);
+    let sealed = next.sealed(&record);
+    assert_eq!(sealed.cut.iter().map(|client| &*client.node).collect::<Vec<_>>(), ["a"]);
+    let known = sealed.record_as_written();
+    assert_eq!(known, Record { claims: known.claims.clone(), ..record });
+    assert_eq!(known.claims.iter().map(|claim| &*claim.node).collect::<Vec<_>>(), ["b"]);
+    assert_eq!(read(&sealed.text().unwrap()).unwrap(), Some(sealed));
+}
+
+#[test]
+fn the_number_of_shared_claims_is_bounded() {
+    let mut last = beside(None, "node-1", 1);
+    for grant in 2..=MAX_SHARED as u64 {
+        last = beside(Some(&last), &format!("node-{grant}"), grant);
+    }
+    assert_eq!(read(&last.text().unwrap()).unwrap(), Some(last.clone()));
+    let (more, address) = (of_node("more", 90), "10.0.0.1:0/90".to_owned());
+    let by = (&more, Mode::ReadOnly);
+    assert_eq!(Claim::beside(Some(&last), "id".into(), by, address.clone(), 0, &[]), None);
+    assert_eq!(beside(Some(&last), "node-7", 91).shared.len(), MAX_SHARED);
+    // A claim that is released gives its place away.
+    let client = last.shared[3].client.clone();
+    let left = last.without(&client).unwrap();
+    let next = Claim::beside(Some(&left), "id".into(), by, address, 0, &[]).unwrap();
+    assert!(next.shared.len() == MAX_SHARED && !next.shared.iter().any(|s| s.client == client));
+    let mut surplus = next.clone();
+    surplus.shared.push(next.shared[0].clone());
+    assert!(read(&surplus.text().unwrap()).is_err());
+}
+
+#[test]
+fn invalid_shared_claims_are_an_error() {
+    let good = beside(None, "a", 1);
+    let mut cases = vec![good.clone(); 4];
+    cases[0].released = false;
+    cases[1].shared[0].mode = Mode::ReadWrite;
+    cases[2].shared[0].client.node = "a\n".to_owned();
+    cases[3].shared[0].client.address = "10.0.0.0/8".to_owned();
+    for case in cases {
+        let error = read(&case.text().unwrap()).expect_err("read");
+        assert!(error.message().contains("invalid values"), "{error:?}");
+    }
 }
 
 /// Nodes that never return leave clients on the blocklist.

@@ -14,7 +14,7 @@ const GRANT: u64 = 3;
 const ANNOUNCED: u32 = 5;
 const LOCKED: u32 = 6;
 
-fn granted(node: &str, mapping: &str, grant: u64) -> Claimant {
+pub(super) fn granted(node: &str, mapping: &str, grant: u64) -> Claimant {
     Claimant { grant: Some(grant), ..claimant(node, mapping) }
 }
 
@@ -40,7 +40,7 @@ fn seal(world: &World, address: &str, target: &Target, steps: u32) -> Result<()>
     sealed
 }
 
-fn record(world: &World) -> Record {
+pub(super) fn record(world: &World) -> Record {
     let state = world.state();
     let listed: Vec<String> = state.blocklist.keys().cloned().collect();
     state.seen.claim.as_ref().map(|claim| claim.record(&listed)).unwrap_or_default()

@@ -4,6 +4,8 @@
 //! monitors, or with the request of a client that has one. Another image may take the place of this one, with a
 //! copy of its metadata.
 
+mod partners;
+
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -14,6 +16,7 @@ use super::super::record::Claim;
 use super::super::{ClaimAttempt, Claimant};
 use cleat_core::clock::ManualClock;
 use cleat_core::error::{Error, ErrorKind, Result};
+use librbd::LockState;
 
 /// More steps than a process makes.
 pub(super) const STEPS: u32 = 20;
@@ -53,6 +56,7 @@ pub(super) struct State {
 struct Data {
     /// The address of the client with the newest claim that is not released, or with the lock and no claim.
     owner: Option<String>,
+    partners: partners::Partners,
     /// The number of owners so far.
     owners: u64,
     /// The newest owner whose data each OSD has.
@@ -128,6 +132,10 @@ impl State {
     /// Makes the client the owner of the image. Returns its number.
     fn set_owner(&mut self, address: &str) -> u64 {
         self.data.owner = Some(address.to_owned());
+        self.next_owner()
+    }
+
+    fn next_owner(&mut self) -> u64 {
         self.data.owners += 1;
         self.data.owners
     }
@@ -188,6 +196,8 @@ pub(super) struct Process<'a> {
     image: u64,
     /// The number of this owner.
     owner: Cell<u64>,
+    /// The number of its shared claim.
+    number: Cell<u64>,
     /// How often the lock of the mapping's claim had been broken when this process read the lock.
     broken_before: Cell<u32>,
     /// The number of steps before the process crashes.
@@ -272,6 +282,7 @@ impl World {
         state.seen.holder = None;
         state.data.owner = None;
         state.data.newest_on = [0; OSDS];
+        state.data.partners = partners::Partners::default();
         state.watching.clear();
         state.users.clear();
     }
@@ -292,8 +303,8 @@ impl World {
         state.running.insert(address.clone());
         state.users.insert(address.clone());
         let (owner, broken_before, left) = (Cell::new(0), Cell::new(0), Cell::new(steps));
-        let (image, claimant) = (state.image, claimant.clone());
-        Process { world: self, actor, claimant, address, image, owner, broken_before, left }
+        let (image, claimant, number) = (state.image, claimant.clone(), Cell::new(0));
+        Process { world: self, actor, claimant, address, image, owner, number, broken_before, left }
     }
 
     /// Runs a process of a mapping.
@@ -336,7 +347,7 @@ impl Process<'_> {
         let Ok(claim) = self.acquire()? else { return Ok(End::Superseded) };
         self.write_data(1)?;
         self.write_data(2)?;
-        self.write(&claim.released())?;
+        self.swap(Some(&claim), &claim.released(), LockState::Own)?;
         self.unlock().map(|()| End::Served)
     }
 
@@ -413,7 +424,8 @@ impl Process<'_> {
             let is_newest = self.owner.get() >= state.data.newest_on[osd];
             assert!(is_newest, "a write took effect after one of a newer owner");
             let is_owner = state.data.owner.as_ref() == Some(&self.address);
-            assert!(is_owner || self.world.lags, "a fenced client's write took effect");
+            let is_alone = is_owner && state.data.partners.is_empty();
+            assert!(is_alone || self.world.lags, "a fenced client's write took effect");
             state.data.newest_on[osd] = self.owner.get();
             Ok(())
         })
@@ -514,17 +526,22 @@ impl Header for Process<'_> {
 
     /// Asserts that a mapping with a device claims only the image that it had, and not after a client without a
     /// claim has written to it.
-    fn write(&self, claim: &Claim) -> Result<()> {
+    fn swap(&self, last: Option<&Claim>, claim: &Claim, lock: LockState) -> Result<bool> {
         self.step(HEADER, |state| {
             let holder = state.seen.holder.as_ref();
-            if holder.is_none_or(|holder| holder.address != self.address) {
+            if lock == LockState::Own && holder.is_none_or(|held| held.address != self.address) {
                 return Err(Error::new(ErrorKind::PermissionDenied, "the lock is lost"));
+            }
+            let is_held = lock == LockState::Free && holder.is_some();
+            if is_held || state.claim().as_ref() != last {
+                return Ok(false);
             }
             state.seen.claim = Some(claim.clone());
             state.written_for[0] = self.image;
+            self.note_partners(state, claim);
             if claim.released {
                 state.data.owner = None;
-                return Ok(());
+                return Ok(true);
             }
             self.owner.set(state.set_owner(&self.address));
             let mapping_id = &self.claimant.mapping_id;
@@ -536,7 +553,7 @@ impl Header for Process<'_> {
                 assert!(!lost && unbroken, "{mapping_id} resumes after a client without a claim");
                 assert_eq!(before, Some(self.image), "{mapping_id} resumes on another image");
             }
-            Ok(())
+            Ok(true)
         })
     }
 }
