@@ -8,9 +8,11 @@ use std::time::Duration;
 
 use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_csi::{Driver, Grants, Kept, PREFIX, Permission, VolumeId, mapping_name};
+use cleat_csi::{
+    Driver, Grants, Kept, PREFIX, Permission, Usage, VolumeId, is_shared, mapping_name,
+};
 use cleat_grants::agent::MappingState;
-use cleat_grants::object::Generation;
+use cleat_grants::object::{Generation, Mode};
 use cleat_grants::record::Record;
 use cleat_grants::storage::Fencing;
 use cleat_kube::agent::{
@@ -107,7 +109,13 @@ impl Grants for NodeGrants {
             Some(VolumeId::Rbd { .. } | VolumeId::Object { .. }) => {
                 let admission = self.0.admit(id, deadline).await?;
                 let generation = admission.generation().0;
-                Ok(Permission { generation, kept: Some(Box::new(KeptAdmission(admission))) })
+                let usage = Some(match admission.mode() {
+                    Mode::ReadWrite => Usage::Writer,
+                    Mode::SharedReadWrite => Usage::SharedWriter,
+                    Mode::ReadOnly => Usage::Reader,
+                });
+                let kept: Option<Box<dyn Kept>> = Some(Box::new(KeptAdmission(admission)));
+                Ok(Permission { generation, usage, kept })
             }
             None => {
                 let message = format!(
@@ -183,8 +191,14 @@ impl NodeVolumes for Node {
         let record = &view.record;
         let id = u64::from_str_radix(&record.mapping_id, 16).unwrap_or_default();
         let device_path = view.node().map(|node| node.display().to_string()).unwrap_or_default();
+        let mode = match (record.options.read_only, is_shared(&record.uri)) {
+            (true, _) => Mode::ReadOnly,
+            (false, true) => Mode::SharedReadWrite,
+            (false, false) => Mode::ReadWrite,
+        };
         let mapping = ObservedMapping {
             generation: Generation(record.grant),
+            mode,
             device_path,
             state: state(&view),
             worker: id.wrapping_add(record.generation),

@@ -6,6 +6,8 @@ use std::fmt::Debug;
 use cleat_core::error::Result;
 use tokio::time::Instant;
 
+use crate::attach::Usage;
+
 /// Says which volumes this node may map.
 #[tonic::async_trait]
 pub trait Grants: Debug + Send + Sync {
@@ -25,6 +27,8 @@ pub trait Grants: Debug + Send + Sync {
 pub struct Permission {
     /// The generation with which the volume is claimed; 0 for a volume that needs no grant.
     pub generation: u64,
+    /// How the volume may be used; `None` for a volume that needs no grant.
+    pub usage: Option<Usage>,
     /// Dropped when the volume is mapped, or the attempt has failed.
     pub kept: Option<Box<dyn Kept>>,
 }

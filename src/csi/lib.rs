@@ -44,5 +44,5 @@ mod volume_id;
 pub use attach::{Attacher, Published, Usage, serve_attacher};
 pub use driver::Driver;
 pub use grants::{Grants, Kept, Permission};
-pub use source::remote_uri;
+pub use source::{is_shared, remote_uri};
 pub use volume_id::{PREFIX, VolumeId, mapping_name};

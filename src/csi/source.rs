@@ -145,11 +145,17 @@ fn shared(uri: String, id: &str) -> Result<String> {
         return Err(Error::new(ErrorKind::InvalidArgument, message)
             .with_repair("use the access mode ReadWriteOnce"));
     }
-    Ok(match uri.split_once('?') {
-        Some((_, options)) if options.split('&').any(|option| option == SHARED) => uri,
-        Some(_) => format!("{uri}&{SHARED}"),
-        None => format!("{uri}?{SHARED}"),
+    Ok(match uri.contains('?') {
+        _ if is_shared(&uri) => uri,
+        true => format!("{uri}&{SHARED}"),
+        false => format!("{uri}?{SHARED}"),
     })
+}
+
+/// Returns whether several nodes write to the volume `uri`.
+pub fn is_shared(uri: &str) -> bool {
+    let options = uri.split_once('?').map(|(_, options)| options);
+    options.is_some_and(|options| options.split('&').any(|option| option == SHARED))
 }
 
 /// Returns whether a volume is an RBD image whose Ceph client the secrets of a call can name.

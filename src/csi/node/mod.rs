@@ -19,8 +19,9 @@ use csi::node_service_capability::rpc::Type as Rpc;
 use tokio::time::{Instant, timeout_at};
 use tonic::{Request, Response, Status};
 
+use crate::attach::Usage;
 use crate::attributes::Attributes;
-use crate::capability::Capability;
+use crate::capability::{Access, Capability};
 use crate::driver::Driver;
 use crate::secrets::Secrets;
 use crate::volume_id::mapping_name;
@@ -58,6 +59,35 @@ impl Wanted {
     ) -> Self {
         capability.read_only |= attributes.read_only;
         Self { id: id.to_owned(), attributes, capability, secrets }
+    }
+
+    /// Returns the volume as its grant permits to use it: the mode of the grant is that of its PersistentVolume, and
+    /// kubelet may name only one of several access modes.
+    ///
+    /// # Errors
+    /// Returns `InUse` if the grant does not permit what the caller wants.
+    fn granted(&self, usage: Option<Usage>) -> Result<Self> {
+        let mut granted = self.clone();
+        let capability = &mut granted.capability;
+        match usage {
+            None => {}
+            Some(Usage::Reader) => (capability.read_only, capability.shared) = (true, false),
+            Some(Usage::SharedWriter)
+                if capability.access == Access::Block && !capability.read_only =>
+            {
+                capability.shared = true;
+            }
+            Some(Usage::Writer) if !capability.shared => {}
+            Some(usage) => {
+                let message = format!(
+                    "volume {} is granted to this node as {usage:?}, which the capability of the call does not match",
+                    self.id
+                );
+                let repair = "delete the pods of the volume on this node; give the PersistentVolume one access mode";
+                return Err(Error::new(ErrorKind::InUse, message).with_repair(repair));
+            }
+        }
+        Ok(granted)
     }
 }
 

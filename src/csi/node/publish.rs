@@ -39,7 +39,7 @@ pub(crate) async fn publish(
         return Err(Error::new(ErrorKind::InvalidArgument, message)
             .with_repair("use the access mode ReadOnlyMany, which makes the device read-only"));
     }
-    stage::stage(driver, wanted, target.staging, deadline).await?;
+    let wanted = &stage::stage(driver, wanted, target.staging, deadline).await?;
     let missing = || super::not_mapped(&wanted.id);
     let view = driver.mapped(&wanted.id, deadline).await?.ok_or_else(missing)?;
     let device = driver.device(&view, deadline).await?;

@@ -27,15 +27,15 @@ const PLAIN_PART: f64 = 0.6;
 /// How long a call waits until the storage has no claim on an unmapped volume.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Stages a volume. A volume that is staged already as wanted is success.
+/// Stages a volume. A volume that is staged already as wanted is success. Returns the volume as it may be used.
 pub(crate) async fn stage(
     driver: &Driver,
     wanted: &Wanted,
     staging: &Path,
     deadline: Instant,
-) -> Result<()> {
-    let view = match map(driver, wanted, deadline).await {
-        Ok(view) => view,
+) -> Result<Wanted> {
+    let (view, granted) = match map(driver, wanted, deadline).await {
+        Ok(mapped) => mapped,
         Err(error) => {
             if !driver.is_mapped(&wanted.id) {
                 forget_key(driver, &wanted.id, deadline).await;
@@ -43,19 +43,21 @@ pub(crate) async fn stage(
             return Err(error);
         }
     };
+    let wanted = &granted;
     let mut device = Device::of(&*driver.host, &view);
     if wanted.attributes.encrypted {
         device = Ok(encryption::unlocked(driver, wanted, &device?, staging, deadline).await?);
     }
     match &wanted.capability.access {
-        Access::Block => Ok(()),
+        Access::Block => {}
         Access::Filesystem { kind, options, .. } => {
             let device = device?;
             let read_only = wanted.capability.read_only;
             let filesystem = Wish { kind: *kind, options, read_only };
-            stage_filesystem(driver, wanted, &device, &filesystem, staging, deadline).await
+            stage_filesystem(driver, wanted, &device, &filesystem, staging, deadline).await?;
         }
     }
+    Ok(granted)
 }
 
 /// Removes the client of a volume that is not mapped. With grants, the agent still needs it to find out whether the
@@ -71,13 +73,13 @@ async fn forget_key(driver: &Driver, id: &str, deadline: Instant) {
     }
 }
 
-/// Maps the volume with its grant, as the client that the secrets name.
-async fn map(driver: &Driver, wanted: &Wanted, deadline: Instant) -> Result<View> {
+/// Maps the volume with its grant, as the client that the secrets name. Returns the volume as it may be used.
+async fn map(driver: &Driver, wanted: &Wanted, deadline: Instant) -> Result<(View, Wanted)> {
     let permission = match &driver.grants {
-        Some(_) if wanted.capability.shared => return Err(shared_with_grants(&wanted.id)),
         Some(grants) => grants.admit(&wanted.id, deadline).await?,
         None => without_grants(driver, wanted)?,
     };
+    let wanted = wanted.granted(permission.usage)?;
     let (this, volume) = (driver.clone(), wanted.clone());
     let find = move || {
         let (id, attributes) = (&volume.id, &volume.attributes);
@@ -91,14 +93,7 @@ async fn map(driver: &Driver, wanted: &Wanted, deadline: Instant) -> Result<View
     };
     let spec = driver.host.find(&wanted.id, Box::new(find), deadline).await?;
     let spec = MapSpec { grant: permission.generation, ..spec };
-    driver.map(&spec, deadline).await
-}
-
-fn shared_with_grants(id: &str) -> Error {
-    let message =
-        format!("volume {id} is to be written by several nodes, and csi.grants gives it to one");
-    Error::new(ErrorKind::Unsupported, message)
-        .with_repair("use the access mode ReadWriteOnce, or a cluster whose nodes use no grants")
+    Ok((driver.map(&spec, deadline).await?, wanted))
 }
 
 /// Returns the permission of a node that does not use grants.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_grants::agent::OwnClaim;
-use cleat_grants::object::{Generation, Holder};
+use cleat_grants::object::{Generation, Holder, Mode};
 use tokio::time::{Instant, timeout_at};
 
 use super::node::ObservedMapping;
@@ -22,12 +22,18 @@ pub struct Admission {
     agent: Arc<Shared>,
     name: String,
     generation: Generation,
+    mode: Mode,
 }
 
 impl Admission {
     /// Returns the generation with which the volume must be claimed.
     pub fn generation(&self) -> Generation {
         self.generation
+    }
+
+    /// Returns how the volume must be used.
+    pub fn mode(&self) -> Mode {
+        self.mode
     }
 }
 
@@ -58,14 +64,14 @@ impl Agent {
         let mut admission = shared.enter(&name, handle);
         if let Some(mapping) = shared.keep_mapping(&name) {
             shared.check_mapping(&name, handle, &mapping)?;
-            admission.generation = mapping.generation;
+            (admission.generation, admission.mode) = (mapping.generation, mapping.mode);
             return Ok(admission);
         }
         shared.queue.add(name.clone());
         let until = deadline.min(Instant::now() + GRANT_TIMEOUT);
         loop {
-            if let Some(generation) = shared.take_offer(&name) {
-                admission.generation = generation;
+            if let Some(offer) = shared.take_offer(&name) {
+                (admission.generation, admission.mode) = offer;
                 return Ok(admission);
             }
             if shared.outage().is_some() || shared.is_refused(&name) {
@@ -106,8 +112,8 @@ impl Shared {
         volume.calls += 1;
         // A new call wants it tried again.
         volume.refusal.take_if(|(_, refusal)| !refusal.is_final());
-        let generation = Generation::default();
-        Admission { agent: Arc::clone(self), name: name.to_owned(), generation }
+        let (generation, mode) = (Generation::default(), Mode::ReadWrite);
+        Admission { agent: Arc::clone(self), name: name.to_owned(), generation, mode }
     }
 
     /// Returns the mapping of a volume. Until the call ends, it counts as mapped: if the mapping is removed meanwhile,
@@ -121,11 +127,11 @@ impl Shared {
     }
 
     /// Takes the permission to claim, if there is one.
-    fn take_offer(&self, name: &str) -> Option<Generation> {
+    fn take_offer(&self, name: &str) -> Option<(Generation, Mode)> {
         self.with(name, |volume| {
-            let generation = volume.offer.take()?;
-            volume.claiming = Some(generation);
-            Some(generation)
+            let offer = volume.offer.take()?;
+            volume.claiming = Some(offer.0);
+            Some(offer)
         })?
     }
 
@@ -138,7 +144,7 @@ impl Shared {
     }
 
     /// Returns the entry of this node in the spec.
-    fn holder(&self, name: &str) -> Option<Holder> {
+    pub(super) fn holder(&self, name: &str) -> Option<Holder> {
         let grant = self.grant(name)?.stored().grant;
         grant.holder(&self.config.node).cloned()
     }

@@ -6,7 +6,7 @@ use std::pin::Pin;
 
 use cleat_core::error::{Error, Result};
 use cleat_grants::agent::MappingState;
-use cleat_grants::object::Generation;
+use cleat_grants::object::{Generation, Mode};
 use cleat_grants::record::Record;
 
 /// The answer of a node to a call.
@@ -26,6 +26,8 @@ pub struct Observed {
 pub struct ObservedMapping {
     /// The generation with which its workers claim.
     pub generation: Generation,
+    /// How they use the volume.
+    pub mode: Mode,
     /// The path of the device; empty before it is connected.
     pub device_path: String,
     /// The state. `Usable` says that the device and its link exist; the agent checks the claim and reads.

@@ -1,7 +1,7 @@
 //! What the agent knows of one volume.
 
 use cleat_grants::agent::{Local, Mapping, MappingState, OwnClaim, Permit};
-use cleat_grants::object::{Generation, Time};
+use cleat_grants::object::{Generation, Mode, Time};
 use cleat_grants::record::{Record, Refusal};
 
 use super::node::Observed;
@@ -15,8 +15,8 @@ pub(super) struct AgentVolume {
     /// The claim in the record, as far as it was read.
     pub(super) claim: OwnClaim,
     pub(super) permit: Option<Permit>,
-    /// The generation with which a waiting call may claim.
-    pub(super) offer: Option<Generation>,
+    /// The generation with which a waiting call may claim, and how it may use the volume.
+    pub(super) offer: Option<(Generation, Mode)>,
     /// The generation with which a call claims at the moment.
     pub(super) claiming: Option<Generation>,
     /// The generation of the last claim that has failed, until the record says whether it was refused.
@@ -96,12 +96,11 @@ impl AgentVolume {
         Some(Mapping { generation, client, device_path, state, ending_since })
     }
 
-    /// Takes the record, which was read while the volume was not mapped.
-    pub(super) fn take_record(&mut self, node: &str, record: &Record) {
+    /// Takes the record, which was read while the volume was not mapped. `mode` is that of the grant.
+    pub(super) fn take_record(&mut self, node: &str, mode: Mode, record: &Record) {
         let own = record.claim_of(node).map(|claim| claim.client.clone());
         self.claim = own.map_or(OwnClaim::None, OwnClaim::Held);
         if let Some(generation) = self.failed.take() {
-            let mode = cleat_grants::object::Mode::ReadWrite;
             let refusal = record.refusal(node, generation, mode);
             self.refusal = refusal.map(|refusal| (generation, refusal));
             if self.refusal.as_ref().is_some_and(|(_, refusal)| refusal.is_final()) {
@@ -130,12 +129,12 @@ impl AgentVolume {
 mod tests {
     use super::*;
     use crate::agent::node::ObservedMapping;
-    use cleat_grants::object::Mode;
     use cleat_grants::record::Claim;
 
     fn mapped(worker: u64) -> Observed {
         let mapping = ObservedMapping {
             generation: Generation(3),
+            mode: Mode::ReadWrite,
             device_path: "/dev/nbd0".to_owned(),
             state: MappingState::Usable,
             worker,
@@ -173,7 +172,7 @@ mod tests {
     fn a_claim_that_failed_is_refused_only_if_the_record_says_so() {
         let mut volume = AgentVolume::new("v", false);
         volume.failed = Some(Generation(3));
-        volume.take_record("a", &Record::default());
+        volume.take_record("a", Mode::ReadWrite, &Record::default());
         assert_eq!((volume.claim.clone(), volume.refusal.clone()), (OwnClaim::None, None));
         let claim = Claim {
             node: "b".to_owned(),
@@ -183,8 +182,16 @@ mod tests {
         };
         let record = Record::default().admit_claim(claim).unwrap().record;
         volume.failed = Some(Generation(3));
-        volume.take_record("a", &record);
+        volume.take_record("a", Mode::ReadWrite, &record);
         let superseded = Refusal::Superseded(Generation(4));
         assert_eq!(volume.refusal, Some((Generation(3), superseded)));
+        // Readers do not close earlier generations.
+        let reader = Claim { mode: Mode::ReadOnly, ..record.claims[0].clone() };
+        let record = Record::default().admit_claim(reader).unwrap().record;
+        for (mode, is_refused) in [(Mode::ReadOnly, false), (Mode::SharedReadWrite, true)] {
+            volume.failed = Some(Generation(3));
+            volume.take_record("a", mode, &record);
+            assert_eq!(volume.refusal.is_some(), is_refused, "{mode:?}");
+        }
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_grants::agent::{Grants, MappingState, Permit, Step, View, next_step};
-use cleat_grants::object::{Generation, NodeEntry, Version};
+use cleat_grants::object::{Generation, Mode, NodeEntry, Version};
 use kube::api::PostParams;
 
 use super::shared::Shared;
@@ -38,7 +38,9 @@ impl Shared {
                 }
                 Some(Step::ReadClaim) => {
                     let record = self.node.record(&handle).await?;
-                    self.with(name, |volume| volume.take_record(&self.config.node, &record));
+                    let mode = self.holder(name).map_or(Mode::ReadWrite, |holder| holder.mode);
+                    let node = &self.config.node;
+                    self.with(name, |volume| volume.take_record(node, mode, &record));
                     self.changes.send_replace(());
                 }
                 Some(Step::Release(client)) => {
@@ -136,9 +138,12 @@ impl Shared {
         if self.with(name, |volume| volume.remembered) == Some(false) {
             self.node.remember(handle).await?;
         }
+        // A grant that has changed meanwhile leads to another decision.
+        let holder = self.holder(name).filter(|holder| holder.generation == generation);
         self.with(name, |volume| {
             volume.remembered = true;
-            volume.offer = Some(generation).filter(|_| volume.calls > 0);
+            let offer = holder.map(|holder| (generation, holder.mode));
+            volume.offer = offer.filter(|_| volume.calls > 0);
         });
         self.changes.send_replace(());
         Ok(())
