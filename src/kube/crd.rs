@@ -75,14 +75,21 @@ pub fn definition() -> Value {
     })
 }
 
-/// The columns of `kubectl get`: the holder, since when, what the volume waits for, and what to do.
+/// The columns of `kubectl get`: the holder, since when, what the volume waits for, what to do, and the other holders.
 fn columns() -> Value {
+    let others = r".metadata.annotations.cleat\.csi\.storage/other-holders";
     let mut columns = vec![
-        column("Holder", "string", ".spec.holders[0].node", "The node that may use the volume"),
+        column(
+            "Holder",
+            "string",
+            ".spec.holders[0].node",
+            "The first node that may use the volume",
+        ),
         column("Since", "date", ".spec.holders[0].since", "Since the grant or its revocation"),
         column("Revoked", "boolean", ".spec.holders[0].revoked", "Whether it must end its use"),
         column("Waits for", "string", ".status.waiting[0].message", "What has to happen"),
         column("To do", "string", ".status.waiting[0].action", "What an administrator can do"),
+        column("Others", "string", others, "The other nodes that may use the volume"),
     ];
     let volume = r".metadata.annotations.cleat\.csi\.storage/volume";
     let wide = [

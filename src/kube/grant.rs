@@ -26,6 +26,9 @@ pub const FINALIZER: &str = "cleat.csi.storage/grant";
 /// The annotation that names the volume: its CSI volume handle. A grant and a VolumeAttachment have it.
 pub const VOLUME_ANNOTATION: &str = "cleat.csi.storage/volume";
 
+/// The annotation with the holders after the first one, for the columns of `kubectl get`: they can show one value only.
+pub(crate) const OTHERS_ANNOTATION: &str = "cleat.csi.storage/other-holders";
+
 /// The label with the name of the CSI driver whose volume it is.
 pub const DRIVER_LABEL: &str = "cleat.csi.storage/driver";
 
@@ -139,8 +142,19 @@ impl VolumeGrant {
         grant
     }
 
-    /// Labels the object with the nodes that it concerns: holders, and nodes that were fenced.
+    /// Labels the object with the nodes that it concerns: holders, and nodes that were fenced. Names the holders after
+    /// the first one in an annotation, for the columns of `kubectl get`.
     pub(crate) fn label_nodes(&mut self) {
+        let others = self.spec.holders.iter().skip(1).map(|holder| match holder.revoked {
+            true => format!("{} (revoked)", holder.node),
+            false => holder.node.clone(),
+        });
+        let others = others.collect::<Vec<_>>().join(", ");
+        let annotations = self.metadata.annotations.get_or_insert_default();
+        match others.is_empty() {
+            true => annotations.remove(OTHERS_ANNOTATION),
+            false => annotations.insert(OTHERS_ANNOTATION.to_owned(), others),
+        };
         let holders = self.spec.holders.iter().map(|holder| &holder.node);
         let fenced = self.status.grant.fences.iter().map(|fence| &fence.node);
         let nodes: Vec<String> = holders.chain(fenced).map(|node| node_label(node)).collect();
@@ -288,6 +302,17 @@ mod tests {
         grant.spec.holders = vec![holder("b")];
         grant.label_nodes();
         assert!(labels(&grant).eq([DRIVER_LABEL.to_owned(), node_label("a"), node_label("b")]));
+        let others = |grant: &VolumeGrant| {
+            grant.metadata.annotations.as_ref()?.get(OTHERS_ANNOTATION).cloned()
+        };
+        assert_eq!(others(&grant), None);
+        let revoked = cleat_grants::object::Holder { revoked: true, ..holder("d") };
+        grant.spec.holders = vec![holder("b"), holder("c"), revoked];
+        grant.label_nodes();
+        assert_eq!(others(&grant).as_deref(), Some("c, d (revoked)"));
+        grant.spec.holders.truncate(1);
+        grant.label_nodes();
+        assert_eq!(others(&grant), None);
     }
 
     #[test]
