@@ -88,20 +88,13 @@ impl<H: Header> ClaimAttempt<'_, H> {
         let own = header.own_address()?;
         for _ in 0..MAX_ROUNDS {
             let seen = header.observe()?;
-            let rivals = match decide(&seen, claimant, &own, self.purpose) {
-                Decision::Take(rivals) => rivals,
-                Decision::Claimed(client) => return Err(claimed(name, &client)),
-                Decision::Held(address) => return Err(held(name, &address)),
-                Decision::Refused(refusal) => return Err(refused(name, claimant, &refusal)),
-                Decision::LockedByHand(cookie) => return Err(locked_by_hand(name, &cookie)),
-                Decision::Lost(lost) => {
+            let rivals = match self.rivals(decide(&seen, claimant, &own, self.purpose))? {
+                Ok(rivals) => rivals,
+                Err(lost) => {
                     self.fence_predecessor(seen.claim.as_ref(), &own)?;
                     return Ok(Err(lost));
                 }
             };
-            if let Some(other) = rivals.iter().find(|rival| !self.may_fence(rival)) {
-                return Err(held(name, other));
-            }
             for address in &rivals {
                 self.fence(address, liveness(&seen, claimant, address))?;
             }
@@ -140,6 +133,27 @@ impl<H: Header> ClaimAttempt<'_, H> {
         Err(Error::new(ErrorKind::Aborted, message).with_repair("repeat the command"))
     }
 
+    /// Returns the clients that a decision has this attempt fence. The inner error means that the mapping has lost the
+    /// image.
+    ///
+    /// # Errors
+    /// Returns the error of a decision against the claim, and `InUse` if a client must not be fenced.
+    pub(crate) fn rivals(&self, decision: Decision) -> Result<Result<Vec<String>, Lost>> {
+        let Self { name, claimant, .. } = self;
+        let rivals = match decision {
+            Decision::Take(rivals) => rivals,
+            Decision::Claimed(client) => return Err(claimed(name, &client)),
+            Decision::Held(address) => return Err(held(name, &address)),
+            Decision::Refused(refusal) => return Err(refused(name, claimant, &refusal)),
+            Decision::LockedByHand(cookie) => return Err(locked_by_hand(name, &cookie)),
+            Decision::Lost(lost) => return Ok(Err(lost)),
+        };
+        match rivals.iter().find(|rival| !self.may_fence(rival)) {
+            Some(other) => Err(held(name, other)),
+            None => Ok(Ok(rivals)),
+        }
+    }
+
     /// Fences the client at `address`. After this, an OSD that has served a request of this client serves none
     /// of the fenced one's.
     pub(crate) fn fence(&self, address: &str, liveness: Liveness) -> Result<()> {
@@ -170,7 +184,7 @@ impl<H: Header> ClaimAttempt<'_, H> {
         known.map_or_else(|| held(self.name, owner), |claim| claimed(self.name, &claim.client))
     }
 
-    pub(crate) fn may_fence(&self, client: &String) -> bool {
+    fn may_fence(&self, client: &String) -> bool {
         self.only.is_none_or(|only| only.contains(client))
     }
 }

@@ -25,13 +25,11 @@ use cleat_grants::object::Mode;
 use cleat_grants::record::FencePlan;
 use librbd::LockState;
 
-use super::decision::{
-    Decision, Liveness, Lost, Observation, Purpose, decide_beside, liveness, may_replace,
-};
+use super::decision::{Liveness, Lost, Observation, Purpose, decide_beside, liveness, may_replace};
 use super::header::Header;
 use super::record::{Claim, Client, MAX_SHARED};
 use super::seal::{Seal, crash_point};
-use super::{ClaimAttempt, claimed, held, locked_by_hand, refused};
+use super::{ClaimAttempt, claimed};
 
 /// How often a change is attempted when other clients change the record at the same time. Each failed attempt means
 /// that one of them has succeeded.
@@ -50,20 +48,14 @@ impl<H: Header> ClaimAttempt<'_, H> {
         let mut fenced: Vec<String> = Vec::new();
         for _ in 0..MAX_ROUNDS {
             let seen = header.observe()?;
-            let rivals = match decide_beside(&seen, claimant, mode, &own, self.purpose) {
-                Decision::Take(rivals) => rivals,
-                Decision::Claimed(client) => return Err(claimed(name, &client)),
-                Decision::Held(address) => return Err(held(name, &address)),
-                Decision::Refused(refusal) => return Err(refused(name, claimant, &refusal)),
-                Decision::LockedByHand(cookie) => return Err(locked_by_hand(name, &cookie)),
-                Decision::Lost(lost) => {
+            let decision = decide_beside(&seen, claimant, mode, &own, self.purpose);
+            let rivals = match self.rivals(decision)? {
+                Ok(rivals) => rivals,
+                Err(lost) => {
                     self.fence_last_shared(&seen, &own)?;
                     return Ok(Err(lost));
                 }
             };
-            if let Some(other) = rivals.iter().find(|rival| !self.may_fence(rival)) {
-                return Err(held(name, other));
-            }
             if fence_new(*header, name, &rivals, &mut fenced, |address| {
                 liveness(&seen, claimant, address)
             })? {
@@ -72,9 +64,8 @@ impl<H: Header> ClaimAttempt<'_, H> {
             break_lock_of(*header, &seen, &rivals)?;
             crash_point("cut off, not claimed");
             let (last, now_s) = (seen.claim.as_ref(), self.clock.unix_s());
-            let by = (*claimant, mode);
-            let next = Claim::beside(last, id.clone(), by, own.clone(), now_s, &rivals);
-            let next = next.ok_or_else(|| too_many(name))?;
+            let next = Claim::next(last, id.clone(), claimant, own.clone(), now_s, &rivals);
+            let next = next.beside(mode).ok_or_else(|| too_many(name))?;
             let is_first = last.is_none_or(|last| last.active_shared().next().is_none());
             let is_free = seen.holder.as_ref().is_none_or(|held| rivals.contains(&held.address));
             let lock = if is_first && is_free { LockState::Free } else { LockState::Any };

@@ -292,10 +292,12 @@ fn why_lost(seen: &Observation, claimant: &Claimant, own: &str) -> Option<Lost> 
     }
 }
 
-/// Returns whether `claimant` is entitled to replace `client`. Readers never watch an image, so that nothing
-/// distinguishes a reader on a machine with the same name and machine id. It is entitled if the node of `client` was restarted.
+/// Returns whether `claimant` is entitled to replace `client`. It is if the node of `client` was restarted.
 /// In the same boot it is if `client` is of the same mapping (the supervisor has proved the end of the
 /// previous process) or if the process of `client` has ended.
+///
+/// Readers never watch an image. A reader on another machine with the same name and machine id therefore looks like one
+/// whose node was restarted.
 pub(crate) fn may_replace(client: &Client, claimant: &Claimant, seen: &Observation) -> bool {
     if client.boot_id.is_empty() || claimant.boot_id.is_empty() {
         return false;

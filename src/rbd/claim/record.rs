@@ -195,17 +195,10 @@ impl Claim {
         next.versioned()
     }
 
-    /// Makes the shared claim of `claimant` that follows `last`, as [`Self::after`] does. It replaces that of the same
-    /// node. Returns `None` if the record has the maximum number of shared claims.
-    pub(crate) fn beside(
-        last: Option<&Self>,
-        image: String,
-        (claimant, mode): (&Claimant, Mode),
-        address: String,
-        since: u64,
-        fenced: &[String],
-    ) -> Option<Self> {
-        let mut next = Self::next(last, image, claimant, address, since, fenced);
+    /// Makes the record of [`Self::next`] the shared claim of its client. It replaces that of the same node. Returns
+    /// `None` if the record has the maximum number of shared claims.
+    pub(crate) fn beside(self, mode: Mode) -> Option<Self> {
+        let mut next = self;
         let client = next.client.clone();
         next.released = true;
         // Also claims of another mode that are released: their mappings must not resume after this claim.

@@ -304,9 +304,8 @@ fn any_address() -> impl Strategy<Value = String> {
 fn beside(claim: &Claim, shared: &[(Claimant, String, bool)]) -> Claim {
     let mut all = claim.released();
     for (of, address, is_released) in shared {
-        let by = (of, Mode::SharedReadWrite);
-        let last = Some(&all);
-        all = Claim::beside(last, "id".into(), by, address.clone(), 0, &[]).unwrap();
+        let next = Claim::next(Some(&all), "id".into(), of, address.clone(), 0, &[]);
+        all = next.beside(Mode::SharedReadWrite).unwrap();
         let client = all.client.clone();
         all = if *is_released { all.without(&client).unwrap() } else { all };
     }

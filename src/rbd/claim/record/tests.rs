@@ -150,8 +150,12 @@ fn of_node(node: &str, grant: u64) -> Claimant {
 }
 
 fn beside(last: Option<&Claim>, node: &str, grant: u64) -> Claim {
-    let (by, address) = ((&of_node(node, grant), Mode::ReadOnly), format!("10.0.0.1:0/{grant}"));
-    Claim::beside(last, "id".into(), by, address, 0, &[]).unwrap()
+    by_node(last, node, grant).beside(Mode::ReadOnly).unwrap()
+}
+
+fn by_node(last: Option<&Claim>, node: &str, grant: u64) -> Claim {
+    let address = format!("10.0.0.1:0/{grant}");
+    Claim::next(last, "id".into(), &of_node(node, grant), address, 0, &[])
 }
 
 /// A build that does not know them must not claim the image. It may when all of them are released.
@@ -178,8 +182,7 @@ fn only_a_record_with_shared_claims_has_the_newest_version() {
     // The next claim of a node replaces its last one, and a single writer replaces all of them.
     let again = beside(Some(&none), "a", 3);
     assert_eq!((again.shared.len(), again.active_shared().count()), (2, 1));
-    let by = (&of_node("c", 4), Mode::SharedReadWrite);
-    let writer = Claim::beside(Some(&none), "id".into(), by, "10.0.0.1:0/9".into(), 0, &[]);
+    let writer = by_node(Some(&none), "c", 4).beside(Mode::SharedReadWrite);
     assert_eq!(writer.unwrap().shared.len(), 1, "readers do not resume after a writer");
     let alone =
         Claim::after(Some(&none), "id".into(), &of_node("c", 4), "10.0.0.1:0/9".into(), 0, &[]);
@@ -209,14 +212,12 @@ fn the_number_of_shared_claims_is_bounded() {
         last = beside(Some(&last), &format!("node-{grant}"), grant);
     }
     assert_eq!(read(&last.text().unwrap()).unwrap(), Some(last.clone()));
-    let (more, address) = (of_node("more", 90), "10.0.0.1:0/90".to_owned());
-    let by = (&more, Mode::ReadOnly);
-    assert_eq!(Claim::beside(Some(&last), "id".into(), by, address.clone(), 0, &[]), None);
+    assert_eq!(by_node(Some(&last), "more", 90).beside(Mode::ReadOnly), None);
     assert_eq!(beside(Some(&last), "node-7", 91).shared.len(), MAX_SHARED);
     // A claim that is released gives its place away.
     let client = last.shared[3].client.clone();
     let left = last.without(&client).unwrap();
-    let next = Claim::beside(Some(&left), "id".into(), by, address, 0, &[]).unwrap();
+    let next = beside(Some(&left), "more", 90);
     assert!(next.shared.len() == MAX_SHARED && !next.shared.iter().any(|s| s.client == client));
     let mut surplus = next.clone();
     surplus.shared.push(next.shared[0].clone());

@@ -4,37 +4,15 @@
 use cleat_grants::object::{Generation, Mode};
 use cleat_grants::record::{Record, Target};
 
-use super::seals::{granted, record};
+use super::seals::{granted, record, seal_as};
 use super::world::{End, STEPS, World};
 use super::*;
 use crate::claim::beside::{Eviction, leave};
-use crate::claim::seal::Seal;
 
 const SHARED: [Mode; 2] = [Mode::SharedReadWrite, Mode::ReadOnly];
 
 fn resuming(of: &Claimant) -> Claimant {
     Claimant { resumes: true, ..of.clone() }
-}
-
-/// Seals as a process that crashes after `steps` steps.
-fn seal(world: &World, actor: usize, address: &str, target: &Target, steps: u32) -> Result<()> {
-    let controller = Claimant { take_over: true, ..claimant("controller", address) };
-    let process = world.start(&controller, actor, address, steps);
-    let listed: Vec<String> = world.state().blocklist.keys().cloned().collect();
-    let seal = Seal {
-        header: &process,
-        name: "i",
-        claimant: &controller,
-        target,
-        listed: &listed,
-        clock: &cleat_core::clock::SystemClock,
-    };
-    let sealed = match target.mode {
-        Mode::ReadWrite => seal.write(),
-        _ => seal.write_beside(),
-    };
-    process.close();
-    sealed
 }
 
 fn evict(world: &World, claimant: &Claimant, at: &str, client: &str, steps: u32) -> Result<()> {
@@ -93,10 +71,10 @@ fn one_node_is_fenced_wherever_it_and_a_controller_crashed_and_the_other_one_goe
             other.acquire_beside(mode, Purpose::Open).unwrap().unwrap();
             world.run_beside(&own, mode, 0, "A/1", node);
             let target = target("a", 2, mode);
-            let done = seal(&world, 1, "C/1", &target, first);
+            let done = seal_as(&world, 1, "C/1", &target, first);
             if done.is_err() || record(&world).proof_of(&target).is_none() {
                 other.use_data(1).unwrap();
-                seal(&world, 1, "C/2", &target, STEPS).expect(&at);
+                seal_as(&world, 1, "C/2", &target, STEPS).expect(&at);
             }
             let known = record(&world);
             assert!(known.proof_of(&target).is_some(), "{at}: {known:?}");
@@ -122,7 +100,7 @@ fn a_client_that_is_fenced_writes_nothing_and_its_seal_names_it() {
         let own = world.start_beside(&granted("a", "m", 2), mode, 0, "A/1", STEPS);
         own.acquire_beside(mode, Purpose::Open).unwrap().unwrap();
         own.use_data(1).unwrap();
-        seal(&world, 1, "C/1", &target("a", 2, mode), STEPS).unwrap();
+        seal_as(&world, 1, "C/1", &target("a", 2, mode), STEPS).unwrap();
         assert_eq!(own.use_data(1).unwrap_err().kind(), ErrorKind::Fenced);
         let known = record(&world);
         assert_eq!(known.seal_of(Generation(2)).unwrap().client.as_deref(), Some("A/1"));
@@ -132,7 +110,7 @@ fn a_client_that_is_fenced_writes_nothing_and_its_seal_names_it() {
         // A stale controller changes nothing for the next claim of the node.
         let next = world.start_beside(&granted("a", "n", 3), mode, 0, "A/2", STEPS);
         next.acquire_beside(mode, Purpose::Open).unwrap().unwrap();
-        seal(&world, 1, "C/2", &target("a", 2, mode), STEPS).unwrap();
+        seal_as(&world, 1, "C/2", &target("a", 2, mode), STEPS).unwrap();
         next.use_data(1).unwrap();
     }
 }
@@ -150,7 +128,7 @@ fn a_fenced_client_does_not_keep_a_lock_that_it_has_acquired_after_the_image_was
             (0..5).for_each(|_| world.grant(0));
             let own = &own;
             let fence = move || match seals {
-                true => seal(world, 1, "C/1", &target("a", 2, mode), STEPS).unwrap(),
+                true => seal_as(world, 1, "C/1", &target("a", 2, mode), STEPS).unwrap(),
                 false => {
                     let next = world.start_beside(&resuming(own), mode, 1, "A/2", STEPS);
                     next.acquire_beside(mode, Purpose::Open).unwrap().unwrap();
@@ -197,7 +175,7 @@ fn a_writer_and_the_other_kinds_of_claims_exclude_each_other_wherever_a_process_
                 refused += 1;
                 assert_eq!(*kind, ErrorKind::InUse, "{at}");
                 assert!(message.contains("claimed by the node a (the mapping m"), "{at}");
-                seal(&world, 2, "C/1", &target("a", 1, mode), STEPS).expect(&at);
+                seal_as(&world, 2, "C/1", &target("a", 1, mode), STEPS).expect(&at);
                 assert_eq!(run(&world, other, &second, 1, "B/2", STEPS), End::Served, "{at}");
             }
             let resumed = run(&world, mode, &resuming(&first), 0, "A/2", STEPS);
@@ -327,7 +305,7 @@ fn run_beside_all(world: &World, actor: usize, mode: Mode, crashes: [u32; 3], wr
                 world.run(&granted("c", "y", 2 * next), 2, &address, steps);
             }
             (2, false) => {
-                let _ = seal(world, 2, &address, &target("a", next, mode), steps);
+                let _ = seal_as(world, 2, &address, &target("a", next, mode), steps);
             }
             _ => {
                 let (node, mapping) = [("a", "m"), ("b", "x")][actor];

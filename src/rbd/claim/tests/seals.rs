@@ -24,8 +24,19 @@ fn target(node: &str, generation: u64) -> Target {
 
 /// Seals the generation of `target` as a process that crashes after `steps` steps.
 fn seal(world: &World, address: &str, target: &Target, steps: u32) -> Result<()> {
+    seal_as(world, 1, address, target, steps)
+}
+
+/// Seals as the process of `actor`.
+pub(super) fn seal_as(
+    world: &World,
+    actor: usize,
+    address: &str,
+    target: &Target,
+    steps: u32,
+) -> Result<()> {
     let controller = Claimant { take_over: true, ..claimant("controller", address) };
-    let process = world.start(&controller, 1, address, steps);
+    let process = world.start(&controller, actor, address, steps);
     let listed: Vec<String> = world.state().blocklist.keys().cloned().collect();
     let seal = Seal {
         header: &process,
@@ -35,7 +46,10 @@ fn seal(world: &World, address: &str, target: &Target, steps: u32) -> Result<()>
         listed: &listed,
         clock: &cleat_core::clock::SystemClock,
     };
-    let sealed = seal.write();
+    let sealed = match target.mode {
+        Mode::ReadWrite => seal.write(),
+        _ => seal.write_beside(),
+    };
     process.close();
     sealed
 }
