@@ -138,13 +138,13 @@ impl VolumeGrant {
         };
         let (api_version, kind) = (api_version(), kind());
         let mut grant = Self { api_version, kind, metadata, spec, status: Status::default() };
-        grant.label_nodes();
+        grant.show_nodes();
         grant
     }
 
     /// Labels the object with the nodes that it concerns: holders, and nodes that were fenced. Names the holders after
     /// the first one in an annotation, for the columns of `kubectl get`.
-    pub(crate) fn label_nodes(&mut self) {
+    pub(crate) fn show_nodes(&mut self) {
         let others = self.spec.holders.iter().skip(1).map(|holder| match holder.revoked {
             true => format!("{} (revoked)", holder.node),
             false => holder.node.clone(),
@@ -300,7 +300,7 @@ mod tests {
             time: Time(0),
         });
         grant.spec.holders = vec![holder("b")];
-        grant.label_nodes();
+        grant.show_nodes();
         assert!(labels(&grant).eq([DRIVER_LABEL.to_owned(), node_label("a"), node_label("b")]));
         let others = |grant: &VolumeGrant| {
             grant.metadata.annotations.as_ref()?.get(OTHERS_ANNOTATION).cloned()
@@ -308,10 +308,10 @@ mod tests {
         assert_eq!(others(&grant), None);
         let revoked = cleat_grants::object::Holder { revoked: true, ..holder("d") };
         grant.spec.holders = vec![holder("b"), holder("c"), revoked];
-        grant.label_nodes();
+        grant.show_nodes();
         assert_eq!(others(&grant).as_deref(), Some("c, d (revoked)"));
         grant.spec.holders.truncate(1);
-        grant.label_nodes();
+        grant.show_nodes();
         assert_eq!(others(&grant), None);
     }
 

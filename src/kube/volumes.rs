@@ -183,7 +183,7 @@ impl<'a> ObservedVolume<'a> {
     ) -> Result<()> {
         let mut object = self.grant(version)?;
         object.spec = spec;
-        object.label_nodes();
+        object.show_nodes();
         let grants = &self.cluster.grants;
         let parameters = PostParams::default();
         let request = grants.api.replace(self.name, &parameters, &object);

@@ -60,8 +60,8 @@ pub(crate) async fn clear_orphans(cx: &Context, deadline: Instant) -> Result<()>
     let probe = |identity: &Identity| cx.workers.sockets.probe(identity.mapping_id());
     // A worker that is about to exit may still listen.
     stops_listening(|| {
-        let answers = orphans.iter().any(|(_, identity)| probe(identity) == Probe::Answers);
-        if answers { Probe::Answers } else { Probe::Refused }
+        let mut probes = orphans.iter().map(|(_, identity)| probe(identity));
+        probes.find(|found| *found == Probe::Answers).unwrap_or(Probe::Refused)
     })
     .await;
     for (device, identity) in orphans {

@@ -305,11 +305,13 @@ impl Caller {
         let timeout = READ_TIMEOUT + Duration::from_secs(length / SLOWEST);
         let (hedge, budget) = (self.bucket.hedge, Arc::clone(&self.hedges));
         self.run_within(timeout, &self.reads, move |client| async move {
-            budget.count();
             let key = Path::parse(&key)?;
             let read = || get(&*client, &key, range.clone());
             match hedge {
-                Some(delay) => hedged(tokio::time::sleep(delay), || budget.take(), read).await,
+                Some(delay) => {
+                    budget.count();
+                    hedged(tokio::time::sleep(delay), || budget.take(), read).await
+                }
                 None => read().await,
             }
         })
