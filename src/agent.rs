@@ -56,6 +56,7 @@ pub fn with_grants(
         kubeconfig: csi.kubeconfig.clone(),
         driver: csi.driver.clone(),
         node: executor.node_name().to_owned(),
+        machine: cleat_sys::host::machine_id_hash(),
         force_after_s: (!force_after.is_zero()).then_some(force_after.as_secs()),
     };
     let node = Node {

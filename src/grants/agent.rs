@@ -22,6 +22,8 @@ use crate::rules::{Rule, applies, condition_of};
 pub struct View<'a> {
     /// The name of the node.
     pub node: &'a str,
+    /// The hash of its machine id; empty if it is not known.
+    pub machine: &'a str,
     /// The grant.
     pub grants: Grants<'a>,
     /// What is on the node.
@@ -270,7 +272,7 @@ fn claim(view: &View<'_>, holder: &Holder, now: Time) -> Option<Step> {
         return Some(Step::Claim(generation));
     }
     let stored = writable(view)?;
-    let entry = entries::intent(&stored.grant, view.node, generation, now);
+    let entry = entries::intent(&stored.grant, view, generation, now);
     Some(Step::Publish { version: condition_of(stored), entry, intent: Some(generation) })
 }
 

@@ -370,8 +370,8 @@ impl VolumeFacts<'_> {
         Step::WriteFences { version: condition_of(self.stored), fences }
     }
 
-    /// Ends the fencing of a client whose node reports that it has cleaned up, and then removes the fence.
-    /// Part of rule 11.
+    /// Ends the fencing of a client whose node reports that it has cleaned up, and then removes the fence. A client of
+    /// another machine that had the node's name stays cut off: the node knows nothing of it. Part of rule 11.
     fn clean_up(&self) -> Decision<Option<Step>> {
         let is_clean = |fence: &&FenceEntry| {
             let is_freed =
@@ -382,12 +382,20 @@ impl VolumeFacts<'_> {
         };
         let Some(fence) = self.grant.status.fences.iter().find(is_clean) else { return Ok(None) };
         let seal = self.record()?.seal_of(fence.generation);
+        let seal = seal.filter(|seal| !self.is_of_other_machine(seal));
         if let Some(client) = seal.and_then(|seal| seal.client.clone()) {
             return Ok(Some(Step::Unfence(client)));
         }
         let mut fences = self.grant.status.fences.clone();
         fences.retain(|known| known != fence);
         Ok(Some(Step::WriteFences { version: condition_of(self.stored), fences }))
+    }
+
+    /// Returns whether the client of a seal was on another machine than the one that has the name of its node now.
+    fn is_of_other_machine(&self, seal: &Seal) -> bool {
+        let entry = self.grant.entry(&seal.node);
+        let machines = seal.machine.as_ref().zip(entry.and_then(|entry| entry.machine.as_ref()));
+        applies(Rule::OnlyTheMachineIsClean) && machines.is_some_and(|(sealed, now)| sealed != now)
     }
 
     /// Removes what the status says about a node that was deleted, if the status has more than [`Policy::max_nodes`]
@@ -438,7 +446,8 @@ impl VolumeFacts<'_> {
     fn restore_fence(&self, request: &Request, record: &Record) -> Option<Step> {
         let is_lost = |seal: &&Seal| {
             let is_listed = self.grant.fence(&seal.node, seal.generation).is_some();
-            seal.node == request.node && seal.client.is_some() && !is_listed
+            let is_cut_off = seal.client.is_some() && !self.is_of_other_machine(seal);
+            seal.node == request.node && is_cut_off && !is_listed
         };
         let applies = applies(Rule::CleanedBeforeGrant);
         let seal = record.seals.iter().filter(|_| applies).find(is_lost)?;

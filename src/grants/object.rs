@@ -191,6 +191,10 @@ pub struct NodeEntry {
     /// The path of the device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_path: Option<String>,
+    /// The hash of the machine id of the node that has written the entry; none if it is not known. Another machine may
+    /// get the name of the node.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine: Option<String>,
     /// The signals.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<Condition>,

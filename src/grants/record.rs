@@ -56,6 +56,10 @@ pub struct Seal {
     pub node: String,
     /// The client that is cut off; none if the node had not claimed, or if the client may connect again.
     pub client: Option<String>,
+    /// The hash of the machine id of the client's node; none if it is not known. Several machines may have the name
+    /// of the node one after the other.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine: Option<String>,
 }
 
 /// Permission to write a claim.
@@ -222,7 +226,7 @@ impl Record {
         }
         let Target { node, generation, .. } = target.clone();
         record.seals.retain(|seal| seal.generation != generation);
-        record.seals.push(Seal { generation, node, client: cut });
+        record.seals.push(Seal { generation, node, client: cut, machine: None });
         let lowest = record.lowest;
         let is_old = |seal: &Seal| seal.generation < lowest;
         drop_oldest(&mut record.seals, MAX_OLD_SEALS, |seal| is_old(seal) && seal.client.is_none());

@@ -48,6 +48,9 @@ pub enum Rule {
     /// (11) A node that was fenced gets no grant of the volume until it reports that it has cleaned up. See
     /// `crate::controller::grant`.
     CleanedBeforeGrant,
+    /// (11) Only the machine whose client was fenced can say that it has cleaned up. The client of another machine that
+    /// had the same name stays cut off. See `crate::controller::is_of_other_machine`.
+    OnlyTheMachineIsClean,
     /// (12) A clock decides when to try, never that something is safe. See `crate::controller::free`.
     ClockProvesNothing,
     /// (6, 12) A holder that reports SafeToDetach is freed only if the record agrees: an etcd that was restored

@@ -11,11 +11,12 @@ use crate::rules::{Rule, applies};
 /// Implements [`Rule::IntentChangesTheObject`] by the number of intents.
 pub(super) fn intent(
     grant: &VolumeGrant,
-    node: &str,
+    view: &View<'_>,
     generation: Generation,
     now: Time,
 ) -> NodeEntry {
-    let mut entry = base(grant, node);
+    let mut entry = base(grant, view.node);
+    entry.machine = machine(view);
     entry.generation = generation;
     if applies(Rule::IntentChangesTheObject) {
         entry.intents = entry.intents.saturating_add(1);
@@ -36,7 +37,12 @@ pub(super) fn observed(grant: &VolumeGrant, view: &View<'_>, now: Time) -> Optio
     if let Some(holder) = grant.holder(view.node) {
         describe_grant(view, holder, &mut entry, now);
     }
-    (entry != published).then_some(entry)
+    // An entry is not written for the machine alone.
+    (entry != published).then(|| NodeEntry { machine: machine(view), ..entry })
+}
+
+fn machine(view: &View<'_>) -> Option<String> {
+    Some(view.machine).filter(|machine| !machine.is_empty()).map(str::to_owned)
 }
 
 /// Reports that nothing is left of a fenced generation. Part of rule 11.

@@ -47,7 +47,7 @@ impl Fixture {
     fn step_with(&self, grants: Grants<'_>) -> Step {
         let (local, permit) = (&self.local, self.permit.as_ref());
         let force_after_s = self.force_after_s;
-        next_step(&View { node: "a", grants, local, permit, force_after_s }, NOW)
+        next_step(&View { node: "a", machine: "m1", grants, local, permit, force_after_s }, NOW)
     }
 
     fn step(&self) -> Step {
@@ -94,6 +94,7 @@ fn a_claim_needs_an_intent_that_the_api_server_has_accepted() {
     assert_eq!(fixture.publish(), Some(Generation(3)));
     assert!(fixture.says(Signal::SafeToDetach, Truth::False));
     let grant = &mut fixture.stored.grant;
+    assert_eq!(grant.entry("a").unwrap().machine.as_deref(), Some("m1"));
     fixture.permit = Permit::from_answer(grant, "a", Generation(3));
     assert!(fixture.permit.is_some());
     grant.spec.holders[0].revoked = true;
@@ -219,6 +220,7 @@ fn a_fenced_node_reports_when_nothing_is_left() {
     assert!(fixture.says(Signal::SafeToMount, Truth::False));
     let entry = fixture.stored.grant.entry("a").unwrap();
     assert_eq!((&entry.client, &entry.device_path), (&None, &None));
+    assert_eq!(entry.machine.as_deref(), Some("m1"));
     assert_eq!(fixture.step(), Step::Wait);
 }
 

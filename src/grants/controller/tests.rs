@@ -246,6 +246,37 @@ fn a_fenced_node_gets_a_grant_after_it_has_cleaned_up() {
     assert_eq!(fixture.write_spec(), Change::Granted("a".to_owned(), Generation(4)));
 }
 
+/// The machine whose client is cut off may stand still, and write when it goes on.
+#[test]
+fn another_machine_with_the_name_of_a_fenced_node_gets_a_grant_and_the_fenced_client_stays_cut_off()
+{
+    let mut fixture = Fixture::new(&["a"]);
+    fixture.stored.grant.spec.holders.clear();
+    fixture.claimed("a", 3);
+    let target = Target { node: "a".to_owned(), generation: Generation(3), mode: Mode::ReadWrite };
+    let mut sealed = fixture.record.take().unwrap().seal(&target, Some("a-1".to_owned()));
+    sealed.seals[0].machine = Some("m1".to_owned());
+    fixture.stored.grant.status.fences.push(FenceEntry {
+        node: "a".to_owned(),
+        generation: Generation(3),
+        client: Some("a-1".to_owned()),
+        proof: String::new(),
+        time: NOW,
+    });
+    fixture.report(Signal::Cleaned, Truth::True, Reason::Cleaned, 3);
+    fixture.record = Some(sealed);
+    for same in [None, Some("m1".to_owned())] {
+        fixture.stored.grant.status.nodes[0].machine = same;
+        assert_eq!(fixture.step(), Step::Unfence("a-1".to_owned()));
+    }
+    fixture.stored.grant.status.nodes[0].machine = Some("m2".to_owned());
+    let Step::WriteFences { fences, .. } = fixture.step() else { panic!("{:?}", fixture.step()) };
+    assert_eq!(fences, []);
+    fixture.stored.grant.status.fences = fences;
+    // The record still names the client. The fence is not written again.
+    assert_eq!(fixture.write_spec(), Change::Granted("a".to_owned(), Generation(4)));
+}
+
 #[test]
 fn deleted_nodes_are_removed_from_the_status_above_a_limit() {
     let mut fixture = Fixture::new(&["a"]);

@@ -39,7 +39,7 @@ const REGRESSIONS: &[u64] = &[290, 653, 3369];
 const SHOWN: usize = 2;
 
 /// Situations that the default seeds contain.
-const SITUATIONS: [&str; 15] = [
+const SITUATIONS: [&str; 16] = [
     "conflict",
     "client cut off",
     "fenced before a claim",
@@ -55,6 +55,7 @@ const SITUATIONS: [&str; 15] = [
     "fence restored",
     "fence forgotten",
     "node forgotten",
+    "machine replaced",
 ];
 
 #[test]

@@ -11,11 +11,15 @@ use crate::record::Claim;
 
 pub(crate) struct Node {
     pub(crate) name: String,
+    /// The machine that has the name now.
+    machine: String,
     pub(crate) mode: Mode,
     pub(crate) local: Local,
     /// The worker processes that may still send requests, with their generations: the current one, and those
     /// whose end is not proved.
     pub(crate) processes: BTreeMap<String, Generation>,
+    /// The processes of machines that had the name before. They stand still, and may send requests at any time.
+    pub(crate) strays: BTreeMap<String, Generation>,
     clients: u32,
     grant: Option<Read>,
     permit: Option<Permit>,
@@ -45,10 +49,12 @@ const RETRY_MS: u64 = 2_000;
 impl Node {
     pub(crate) fn new(name: String, mode: Mode) -> Self {
         Self {
+            machine: name.clone(),
             name,
             mode,
             local: Local::default(),
             processes: BTreeMap::new(),
+            strays: BTreeMap::new(),
             clients: 0,
             grant: None,
             permit: None,
@@ -103,6 +109,7 @@ impl Node {
     fn step(&mut self, grants: Grants<'_>, now: Time) -> Option<Action> {
         let view = View {
             node: &self.name,
+            machine: &self.machine,
             grants,
             local: &self.local,
             permit: self.permit.as_ref(),
@@ -147,7 +154,7 @@ impl Node {
 
     fn start_worker(&mut self, generation: Generation) -> Claim {
         self.clients += 1;
-        let client = format!("{}/{}", self.name, self.clients);
+        let client = format!("{}/{}", self.machine, self.clients);
         self.processes.insert(client.clone(), generation);
         Claim { node: self.name.clone(), generation, client, mode: self.mode }
     }
@@ -255,6 +262,14 @@ impl Node {
         self.restart_agent();
         self.processes.clear();
         self.local.mapping = None;
+    }
+
+    /// Gives the name to another machine. The processes of the last one stand still.
+    pub(crate) fn replace_machine(&mut self) {
+        self.strays.append(&mut self.processes);
+        self.reboot();
+        self.forget();
+        self.machine.push('+');
     }
 
     /// Loses the journal.

@@ -105,3 +105,8 @@ fn a_clock_as_proof_is_found() {
 fn a_restored_signal_that_is_believed_is_found() {
     finds(&[Rule::RecordConfirmsTheSignal], &["was freed while"]);
 }
+
+#[test]
+fn another_machine_that_says_it_is_clean_is_found() {
+    finds(&[Rule::OnlyTheMachineIsClean], &["two writers", "Cleaned of"]);
+}

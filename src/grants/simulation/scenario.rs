@@ -45,6 +45,8 @@ pub(crate) enum Act {
     Reboot(usize),
     /// The node is installed anew with its old name: its agent has no journal.
     Reinstall(usize),
+    /// Another machine gets the name of a node whose client was fenced, and the first one stands still.
+    ReplaceMachine(usize),
     /// The worker dies, or only seems to.
     CrashWorker(usize, bool),
     Taint(usize, bool),
@@ -139,6 +141,10 @@ pub(crate) fn of(seed: u64) -> Scenario {
     let late_per_mille = dice.pick(&[0, 20, 100]);
     let policy = Policy { max_nodes: dice.pick(&[0, 0, 1, 64]), ..policy };
     let forgets = dice.one_in(8);
+    if dice.one_in(8) {
+        dice.replaced_machine(nodes, &mut acts);
+        acts.sort_by_key(|(at, _)| *at);
+    }
     Scenario { modes, policy, remediates, lost_per_mille, late_per_mille, forgets, acts, last }
 }
 
@@ -205,6 +211,18 @@ impl Dice {
         let stage_at = 3_500 + self.below(1_000);
         acts.push((stage_at, Act::FreezeAt(node, Kind::Claim, 15_000)));
         acts.push((stage_at, Act::Stage(node)));
+    }
+
+    /// Has another machine get the name of a node soon after the node was fenced.
+    fn replaced_machine(&mut self, nodes: usize, acts: &mut Vec<(u64, Act)>) {
+        let node = self.index(nodes);
+        let stop_at = self.below(FAULTS_END_MS / 2);
+        acts.push((stop_at, Act::Freeze(node, FAULTS_END_MS)));
+        acts.push((stop_at + self.below(1_000), Act::Taint(node, true)));
+        acts.push((stop_at + self.below(2_000), Act::Withdraw(node)));
+        let replaced_at = stop_at + 2_000 + self.below(10_000);
+        acts.push((replaced_at, Act::ReplaceMachine(node)));
+        acts.push((replaced_at + self.below(2_000), Act::Taint(node, false)));
     }
 
     fn act(&mut self, nodes: usize, restores: bool) -> Act {

@@ -64,6 +64,9 @@ impl Storage {
                     return Answer::Conflict;
                 }
                 let mut record = self.record.seal(&target, cut);
+                for seal in &mut record.seals {
+                    seal.machine = seal.client.as_deref().and_then(machine_of);
+                }
                 let lowest = record.lowest;
                 let stays =
                     |seal: &Seal| seal.generation >= lowest || seal.generation == target.generation;
@@ -108,4 +111,9 @@ impl Storage {
             self.revision += 1;
         }
     }
+}
+
+/// Returns the machine of a client.
+fn machine_of(client: &str) -> Option<String> {
+    client.split_once('/').map(|(machine, _)| machine.to_owned())
 }

@@ -23,6 +23,8 @@ pub struct AgentConfig {
     pub driver: String,
     /// The name of the node in Kubernetes.
     pub node: String,
+    /// The hash of its machine id, as the records of claims have it; empty if it is not known.
+    pub machine: String,
     /// How long a revoked volume may stay in use before it is unmapped by force, in seconds. `None`: until it is
     /// fenced.
     pub force_after_s: Option<u64>,

@@ -124,6 +124,7 @@ impl Shared {
             let listed = Grants::Listed { grant: stored.as_ref(), is_reachable };
             let view = View {
                 node: &self.config.node,
+                machine: &self.config.machine,
                 grants: if is_listed { listed } else { Grants::NotListed },
                 local: &local,
                 permit: volume.permit.as_ref(),

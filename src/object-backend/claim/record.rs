@@ -93,7 +93,8 @@ impl Grants {
     fn is_valid(&self) -> bool {
         // The next generation is one higher.
         let is_bounded = self.generation.0 < u64::MAX && self.lowest.0 < u64::MAX;
-        let is_valid = |seal: &Seal| is_plain(&seal.node) && seal.client.is_none();
+        let is_valid =
+            |seal: &Seal| is_plain(&seal.node) && seal.client.is_none() && seal.machine.is_none();
         is_bounded && self.seals.len() <= MAX_SEALS && self.seals.iter().all(is_valid)
     }
 }

@@ -304,8 +304,17 @@ impl Claim {
             shared.released || claims.iter().any(|claim| claim.client == *address)
         };
         self.shared.retain(stays);
+        let seals = seals.into_iter().map(|seal| self.with_machine(seal)).collect();
         let grants = Grants { generation, lowest, seals };
         Self { released: true, grants, ..self }.versioned()
+    }
+
+    /// Adds the machine of the client that was cut off, as that client has recorded it.
+    fn with_machine(&self, seal: Seal) -> Seal {
+        let is_sealed = |client: &&Client| seal.client.as_ref() == Some(&client.address);
+        let known = self.cut.iter().rfind(is_sealed).map(|client| client.machine.clone());
+        let known = known.filter(|machine| !machine.is_empty());
+        Seal { machine: known.or(seal.machine), ..seal }
     }
 
     /// Adds what `announced` says about fenced clients that had announced a claim and not written it.
@@ -354,8 +363,11 @@ impl Claim {
 impl Grants {
     fn is_valid(&self) -> bool {
         let seals = &self.seals;
-        let is_valid =
-            |seal: &Seal| is_plain(&seal.node) && seal.client.as_deref().is_none_or(is_address);
+        let is_valid = |seal: &Seal| {
+            is_plain(&seal.node)
+                && seal.client.as_deref().is_none_or(is_address)
+                && seal.machine.as_deref().is_none_or(is_plain)
+        };
         // The next generation is one higher.
         let is_bounded = self.generation.0 < u64::MAX && self.lowest.0 < u64::MAX;
         is_bounded && seals.len() <= MAX_SEALS && seals.iter().all(is_valid)

@@ -44,6 +44,7 @@ impl World<'_> {
                     self.nodes[node].forget();
                 }
             }
+            Act::ReplaceMachine(node) => self.replace_machine(node),
             Act::CrashWorker(node, leaves_process) => self.nodes[node].crash_worker(leaves_process),
             Act::Taint(node, is_on) => set(&mut self.tainted, node, is_on),
             Act::Delete(node, is_on) => set(&mut self.deleted, node, is_on),
@@ -75,6 +76,20 @@ impl World<'_> {
             }
         }
         None
+    }
+
+    /// Does nothing while a client of the node may still write: only its own machine can release such a claim, so
+    /// that only fencing could end it, which the policy may not permit.
+    fn replace_machine(&mut self, at: usize) {
+        let processes = &self.nodes[at].processes;
+        if processes.is_empty() || !processes.keys().all(|client| self.storage.is_cut(client)) {
+            return;
+        }
+        self.count("machine replaced");
+        let fate = self.fate(Actor::Node(at));
+        fate.life += 1;
+        fate.frozen_until = 0;
+        self.nodes[at].replace_machine();
     }
 
     fn drop_watches(&mut self) {

@@ -230,7 +230,8 @@ pub(crate) fn unfinished(world: &World<'_>, last: &[usize]) -> Option<String> {
 /// Returns the clients whose processes exist and whose writes the storage accepts.
 fn writers<'a>(world: &'a World<'_>) -> Vec<Writer<'a>> {
     let nodes = world.nodes.iter().flat_map(|node| {
-        node.processes.iter().map(|(client, generation)| Writer {
+        let processes = node.processes.iter().chain(&node.strays);
+        processes.map(|(client, generation)| Writer {
             node: &node.name,
             generation: *generation,
             client,

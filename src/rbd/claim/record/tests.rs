@@ -8,6 +8,7 @@ use super::*;
 fn claimant() -> Claimant {
     Claimant {
         node: "n1".into(),
+        machine: "machine".into(),
         boot_id: "b1".into(),
         mapping_id: "m1".into(),
         process: ProcessMark::own(),
@@ -99,7 +100,7 @@ fn records_of_earlier_versions_are_read_and_followed() {
 /// Returns a claim with a grant and a seal.
 fn granted() -> Claim {
     let (node, client) = ("n2".to_owned(), Some("10.0.0.2:0/8".to_owned()));
-    let seal = Seal { generation: Generation(2), node, client };
+    let seal = Seal { generation: Generation(2), node, client, machine: None };
     let (generation, lowest) = (Generation(3), Generation(3));
     let record = Record { generation, lowest, seals: vec![seal], ..Record::default() };
     claim().sealed(&record)
@@ -200,7 +201,11 @@ fn a_fenced_client_with_a_shared_claim_is_recorded_with_its_details() {
     let sealed = next.sealed(&record);
     assert_eq!(sealed.cut.iter().map(|client| &*client.node).collect::<Vec<_>>(), ["a"]);
     let known = sealed.record_as_written();
-    assert_eq!(known, Record { claims: known.claims.clone(), ..record });
+    assert_eq!(known.seals[0].machine.as_deref(), Some("machine"));
+    assert_eq!(
+        known,
+        Record { claims: known.claims.clone(), seals: known.seals.clone(), ..record }
+    );
     assert_eq!(known.claims.iter().map(|claim| &*claim.node).collect::<Vec<_>>(), ["b"]);
     assert_eq!(read(&sealed.text().unwrap()).unwrap(), Some(sealed));
 }
