@@ -25,3 +25,4 @@ pub mod rules;
 #[cfg(test)]
 mod simulation;
 pub mod storage;
+mod time;

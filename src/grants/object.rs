@@ -2,10 +2,11 @@
 //! metadata, which the layer above adds.
 
 use std::fmt;
-use std::time::{Duration, UNIX_EPOCH};
 
-use serde::de::Error as _;
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::de::IgnoredAny;
+use serde::{Deserialize, Deserializer, Serialize};
+
+pub use crate::time::Time;
 
 /// The maximum number of holders of one volume. A larger number is refused.
 pub const MAX_HOLDERS: usize = 64;
@@ -30,55 +31,6 @@ impl Generation {
 impl fmt::Display for Generation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
-    }
-}
-
-/// A wall-clock time in seconds since the Unix epoch, in RFC 3339 in JSON. Times are for users and for
-/// timeouts; no rule compares them.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Time(pub u64);
-
-impl Time {
-    /// Returns whether at least `seconds` have passed at `now`. A time in the future counts as not passed.
-    pub fn is_older_than(self, seconds: u64, now: Self) -> bool {
-        now.0.saturating_sub(self.0) >= seconds
-    }
-}
-
-impl fmt::Display for Time {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(self.0)).fmt(f)
-    }
-}
-
-impl Serialize for Time {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
-    }
-}
-
-impl<'de> Deserialize<'de> for Time {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let text = String::deserialize(deserializer)?;
-        let time = humantime::parse_rfc3339_weak(&text).map_err(D::Error::custom)?;
-        let since = time.duration_since(UNIX_EPOCH).map_err(D::Error::custom)?;
-        Ok(Self(since.as_secs()))
-    }
-}
-
-/// The schema of a time: the API server checks the format.
-#[cfg(feature = "schema")]
-impl schemars::JsonSchema for Time {
-    fn inline_schema() -> bool {
-        true
-    }
-
-    fn schema_name() -> std::borrow::Cow<'static, str> {
-        "Time".into()
-    }
-
-    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
-        schemars::json_schema!({ "type": "string", "format": "date-time" })
     }
 }
 
@@ -165,7 +117,7 @@ impl Mode {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct GrantStatus {
     /// One entry for each node. A node writes its own entry only.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, deserialize_with = "readable", skip_serializing_if = "Vec::is_empty")]
     pub nodes: Vec<NodeEntry>,
     /// The fenced nodes that have not cleaned up yet. Only the controller writes them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -196,7 +148,7 @@ pub struct NodeEntry {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub machine: Option<String>,
     /// The signals.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, deserialize_with = "readable", skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<Condition>,
 }
 
@@ -288,6 +240,30 @@ pub struct FenceEntry {
     pub proof: String,
     /// The time when it was read back.
     pub time: Time,
+}
+
+/// Reads the elements of a list that can be read. What a node has written, or a newer build, must not hide the rest of
+/// the object. An entry or a condition that is missing means *unknown*, so that nothing becomes free by this.
+///
+/// # Errors
+/// Returns an error if it is no list.
+pub fn readable<'de, D, T>(deserializer: D) -> Result<Vec<T>, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Deserialize<'de>,
+{
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Element<T> {
+        Readable(T),
+        Other(IgnoredAny),
+    }
+    let elements = Vec::<Element<T>>::deserialize(deserializer)?;
+    let readable = elements.into_iter().filter_map(|element| match element {
+        Element::Readable(element) => Some(element),
+        Element::Other(_) => None,
+    });
+    Ok(readable.collect())
 }
 
 impl VolumeGrant {
@@ -398,6 +374,40 @@ mod tests {
         assert_eq!(grant, VolumeGrant::default());
         let reason: Reason = serde_json::from_str(r#""InventedLater""#).unwrap();
         assert_eq!(reason, Reason::Other);
+    }
+
+    #[test]
+    fn what_a_node_has_written_hides_no_other_entry() {
+        use serde_json::Value;
+
+        let condition = |status: &str, time: &str| {
+            serde_json::json!({
+                "type": "SafeToDetach", "status": status, "reason": "Released", "generation": 7,
+                "lastTransitionTime": time,
+            })
+        };
+        let mut json: Value = serde_json::from_str(JSON).unwrap();
+        let entry = |node: &str, generation: Value, conditions: Value| -> Value {
+            serde_json::json!({ "node": node, "generation": generation, "conditions": conditions })
+        };
+        let invented = serde_json::json!({ "type": "Invented", "status": "True" });
+        json["status"]["nodes"].as_array_mut().unwrap().extend([
+            entry("b", 7.into(), serde_json::json!([condition("Perhaps", "2030-01-01T00:00:00Z")])),
+            entry("c", 1e19.into(), serde_json::json!([])),
+            entry("d", 7.into(), serde_json::json!([invented, condition("True", "1969-02-31")])),
+        ]);
+        let grant: VolumeGrant = serde_json::from_value(json.clone()).unwrap();
+        assert!(grant.is_true("node-a", Signal::SafeToMount, Generation(7)));
+        assert!(grant.entry("b").unwrap().conditions.is_empty());
+        assert!(grant.entry("c").is_none());
+        assert_eq!(grant.entry("d").unwrap().conditions.len(), 1);
+        assert!(grant.is_true("d", Signal::SafeToDetach, Generation(7)));
+        // A holder or a fence that is missing would free the volume.
+        for (list, field) in [("spec", "holders"), ("status", "fences")] {
+            let mut json = json.clone();
+            json[list][field][0]["generation"] = 1e19.into();
+            assert!(serde_json::from_value::<VolumeGrant>(json).is_err(), "{field}");
+        }
     }
 
     #[test]

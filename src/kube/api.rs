@@ -15,8 +15,8 @@ pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(15);
 ///
 /// # Errors
 /// Returns `Aborted` for a write that conflicts with another one, `AlreadyExists`, `NotFound` and
-/// `PermissionDenied` as the API server answers, `TimedOut` after [`CALL_TIMEOUT`], and `Unavailable` if it cannot
-/// be reached.
+/// `PermissionDenied` as the API server answers, `TimedOut` after [`CALL_TIMEOUT`], `Unavailable` if it cannot
+/// be reached, and `Internal` if its answer cannot be read.
 pub(crate) async fn call<T>(
     what: impl FnOnce() -> String,
     request: impl Future<Output = kube::Result<T>>,
@@ -44,6 +44,8 @@ pub(crate) fn failed(what: String, error: kube::Error) -> Error {
                 _ => error,
             }
         }
+        // The API server has answered.
+        kube::Error::SerdeError(_) => Error::new(ErrorKind::Internal, what).with_source(error),
         error => Error::new(ErrorKind::Unavailable, what).with_source(error),
     }
 }
@@ -111,6 +113,13 @@ pub(crate) fn seconds(time: Timestamp) -> Time {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_answer_that_cannot_be_read_is_no_outage() {
+        let error = serde_json::from_str::<u8>("x").unwrap_err();
+        let failed = failed("cannot read".to_owned(), kube::Error::SerdeError(error));
+        assert_eq!(failed.kind(), ErrorKind::Internal);
+    }
 
     #[test]
     fn a_conflict_is_told_from_an_existing_object() {

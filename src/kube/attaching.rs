@@ -84,8 +84,9 @@ pub(crate) async fn make_request(
 /// Answers a request from the grant.
 ///
 /// # Errors
-/// As [`answers::publish`]: `Aborted` if the decision is not made yet.
+/// As [`answers::publish`], and `Internal` if the grant cannot be read: `Aborted` if the decision is not made yet.
 pub(crate) fn published(cluster: &Cluster, grant: &str, request: &Request) -> Result<Generation> {
+    cluster.grants.check(grant)?;
     let stored = cluster.grants.mirror.get(grant).map(|grant| grant.stored());
     answers::publish(stored.as_ref().map(|stored| &stored.grant), request)
 }
@@ -115,6 +116,7 @@ pub(crate) async fn unpublished(cluster: &Cluster, grant: &str, node: &str) -> R
         let stored = object.as_deref().map(VolumeGrant::stored);
         answers::unpublish(stored.as_ref().map(|stored| &stored.grant), node)
     };
+    cluster.grants.check(grant)?;
     answer(cluster.grants.mirror.get(grant))?;
     // The mirror may be old, and the answer says that the node cannot use the volume.
     answer(cluster.grants.refresh(grant).await?)

@@ -12,7 +12,7 @@ use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{Node, PersistentVolume};
 use k8s_openapi::api::storage::v1::{CSINode, VolumeAttachment};
 use kube::api::Api;
-use kube::{Client, ResourceExt};
+use kube::{Client, Resource, ResourceExt};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -160,11 +160,37 @@ impl Cluster {
     ) -> BTreeMap<String, NodeState> {
         let now = Instant::now();
         let state = |name: &str| {
-            let node = self.nodes.mirror.get(name)?;
+            let Some(node) = self.nodes.mirror.get(name) else {
+                // It exists. A Node that is missing counts as deleted, and is fenced.
+                let exists = self.nodes.mirror.unreadable(name).is_some();
+                return exists.then(|| (name.to_owned(), NodeState::default()));
+            };
             let silent_s = self.renewals.silent_s(name, now);
             Some((name.to_owned(), nodes::state(&node, silent_s)))
         };
         names.filter_map(state).collect()
+    }
+
+    /// Returns the number of objects that cannot be read, by the name of their kind in URLs.
+    pub(crate) fn unreadable(&self) -> Vec<(String, usize)> {
+        fn of<K>(kind: &Kind<K>) -> (String, usize)
+        where
+            K: Resource<DynamicType = ()> + 'static,
+        {
+            (K::plural(&()).into_owned(), kind.mirror.unreadable_len())
+        }
+        let (kubelets, agents) = (of(&self.leases), of(&self.heartbeats));
+        let mut all = vec![
+            of(&self.attachments),
+            of(&self.grants),
+            of(&self.volumes),
+            of(&self.nodes),
+            of(&self.csi_nodes),
+            (kubelets.0, kubelets.1 + agents.1),
+        ];
+        let wanted = self.wanted.iter();
+        all.extend(wanted.flat_map(|wanted| [of(&wanted.pods), of(&wanted.claims)]));
+        all
     }
 
     /// Has the volumes and the attachments of a node looked at.

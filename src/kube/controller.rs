@@ -17,6 +17,7 @@ use crate::client::connect_counted;
 use crate::cluster::Cluster;
 use crate::config::Config;
 use crate::grant::VolumeGrant;
+use crate::guard::Guarded;
 use crate::leader::lead;
 use crate::lease::Election;
 use crate::metrics::Metrics;
@@ -121,7 +122,8 @@ async fn serve(
 
 /// Waits until the API server answers, and checks that it has the custom resource.
 async fn wait_for_definition(client: &Client) -> Result<()> {
-    let grants: Api<VolumeGrant> = Api::all(client.clone());
+    // The first grant may be one that cannot be read.
+    let grants: Api<Guarded<VolumeGrant>> = Api::all_with(client.clone(), &());
     let mut reported = false;
     loop {
         let parameters = ListParams::default().limit(1);

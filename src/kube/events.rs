@@ -1,12 +1,15 @@
 //! Events for `kubectl describe`. They are for people: an event that cannot be written is only logged.
 
+use cleat_core::error::Error;
 use cleat_grants::controller::{Change, RevocationReason};
 use k8s_openapi::api::core::v1::ObjectReference;
+use kube::api::ObjectMeta;
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use kube::{Client, Resource};
 
-use crate::api::CALL_TIMEOUT;
-use crate::grant::VolumeGrant;
+use crate::api::{CALL_TIMEOUT, message};
+use crate::grant::{GROUP, KIND, VERSION, VolumeGrant};
+use crate::guard::Unreadable;
 
 /// The namespace of events about objects without a namespace.
 pub(crate) const EVENTS: &str = "default";
@@ -24,6 +27,21 @@ impl Events {
     /// Writes an event about a grant that is not in a normal move.
     pub(crate) async fn publish(&self, grant: &VolumeGrant, reason: &str, note: String) {
         self.publish_about(&grant.object_ref(&()), EventType::Warning, reason, note).await;
+    }
+
+    /// Writes an event about a grant that cannot be read.
+    pub(crate) async fn unreadable_grant(&self, grant: &Unreadable, error: &Error) {
+        let ObjectMeta { name, uid, resource_version, .. } = grant.metadata.clone();
+        let about = ObjectReference {
+            api_version: Some(format!("{GROUP}/{VERSION}")),
+            kind: Some(KIND.to_owned()),
+            name,
+            uid,
+            resource_version,
+            ..ObjectReference::default()
+        };
+        let note = format!("nothing is decided about the volume: {}", message(error));
+        self.publish_about(&about, EventType::Warning, "Unreadable", note).await;
     }
 
     /// Writes an event about an object.

@@ -5,13 +5,14 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use cleat_core::error::{Error, ErrorKind, Result};
-use kube::api::{Api, ListParams, Patch, PatchParams};
+use kube::api::{Api, ListParams, ObjectMeta, Patch, PatchParams};
 use kube::{Resource, ResourceExt};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::api::{self, call};
+use crate::guard::Guarded;
 use crate::mirror::{Index, Mirror};
 
 /// All objects of one kind, and the API to change them.
@@ -26,12 +27,30 @@ where
     K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Serialize + 'static,
 {
     pub(crate) fn new(api: Api<K>, indexes: &'static [Index<K>]) -> Self {
-        Self { api, mirror: Mirror::new(ResourceExt::name_any, indexes) }
+        Self { api, mirror: Mirror::new(name_of, indexes) }
     }
 
     /// As [`Kind::new`], for objects in namespaces: their names in the mirror are NAMESPACE/NAME.
     pub(crate) fn of_namespaces(api: Api<K>, indexes: &'static [Index<K>]) -> Self {
-        Self { api, mirror: Mirror::new(full_name, indexes) }
+        Self { api, mirror: Mirror::new(full_name_of, indexes) }
+    }
+
+    /// Returns the API for a watch: an object that cannot be read hides no other one.
+    pub(crate) fn guarded(&self) -> Api<Guarded<K>> {
+        let client = self.api.clone().into_client();
+        match self.api.namespace() {
+            Some(namespace) => Api::namespaced_with(client, namespace, &()),
+            None => Api::all_with(client, &()),
+        }
+    }
+
+    /// Checks that an object can be read, or does not exist.
+    ///
+    /// # Errors
+    /// Returns `Internal` if the watch has shown an object that cannot be read.
+    pub(crate) fn check(&self, name: &str) -> Result<()> {
+        let unreadable = self.mirror.unreadable(name);
+        unreadable.map_or(Ok(()), |object| Err(object.error(&K::kind(&()))))
     }
 
     /// Changes an object by a merge patch, if it is still as in `known`. `what` says what cannot be done if it
@@ -95,6 +114,16 @@ fn on_version<K: ResourceExt>(known: &K, mut body: Value) -> Value {
 }
 
 /// Returns NAMESPACE/NAME of an object.
-pub(crate) fn full_name<K: ResourceExt>(object: &K) -> String {
-    format!("{}/{}", object.namespace().unwrap_or_default(), object.name_any())
+pub(crate) fn full_name<K: Resource>(object: &K) -> String {
+    full_name_of(object.meta())
+}
+
+pub(crate) fn full_name_of(metadata: &ObjectMeta) -> String {
+    let namespace = metadata.namespace.as_deref().unwrap_or_default();
+    format!("{namespace}/{}", metadata.name.as_deref().unwrap_or_default())
+}
+
+/// Returns the name of an object without its namespace.
+pub(crate) fn name_of(metadata: &ObjectMeta) -> String {
+    metadata.name.clone().unwrap_or_default()
 }

@@ -105,6 +105,9 @@ pub(crate) async fn lead(cluster: Arc<Cluster>, role: &watch::Sender<Role>) {
         metrics.grants.set(size(cluster.grants.mirror.len()));
         metrics.attachments.set(size(cluster.attachments.mirror.len()));
         metrics.queue.set(size(cluster.queue.len()));
+        for (kind, number) in cluster.unreadable() {
+            metrics.unreadable(kind, size(number));
+        }
         tokio::time::sleep(GAUGE_PERIOD).await;
     }
 }
@@ -180,7 +183,7 @@ fn feed<K>(
 {
     let cluster = Arc::clone(cluster);
     tasks.spawn(async move {
-        let api = kind(&cluster).api.clone();
+        let api = kind(&cluster).guarded();
         let mut events = pin!(watcher(api, watcher::Config::default()).default_backoff());
         while let Some(event) = events.next().await {
             let event = match event {
@@ -191,11 +194,14 @@ fn feed<K>(
                 }
             };
             let is_wanted = match &event {
-                Event::Apply(object) | Event::InitApply(object) => keep(&cluster, object),
+                Event::Apply(object) | Event::InitApply(object) => {
+                    let label = (DRIVER_LABEL, &*cluster.config.driver);
+                    object.is_wanted(|known| keep(&cluster, known), label)
+                }
                 Event::Delete(_) | Event::Init | Event::InitDone => true,
             };
             if is_wanted {
-                for change in kind(&cluster).mirror.apply(event) {
+                for change in kind(&cluster).mirror.apply_guarded(event) {
                     changed(&cluster, &change);
                     cluster.changes.send_replace(());
                 }
@@ -210,13 +216,10 @@ fn is_ours(cluster: &Cluster, volume: &PersistentVolume) -> bool {
 }
 
 fn grant_changed(cluster: &Cluster, change: &Change<VolumeGrant>) {
-    if let Some(grant) = change.after.as_ref().or(change.before.as_ref()) {
-        let name = grant.name_any();
-        let attachments = cluster.attachments_of(&name);
-        cluster.look_at_attachments(&attachments);
-        attachments.iter().for_each(|known| cluster.look_at_wanted(known));
-        cluster.queue.add(Key::Grant(name));
-    }
+    let attachments = cluster.attachments_of(&change.name);
+    cluster.look_at_attachments(&attachments);
+    attachments.iter().for_each(|known| cluster.look_at_wanted(known));
+    cluster.queue.add(Key::Grant(change.name.clone()));
 }
 
 fn attachment_changed(cluster: &Cluster, change: &Change<VolumeAttachment>) {
@@ -267,19 +270,20 @@ fn volume_changed(cluster: &Cluster, change: &Change<PersistentVolume>) {
 /// heartbeat changes nothing.
 fn node_changed(cluster: &Cluster, change: &Change<Node>) {
     let state = |node: &Arc<Node>| nodes::state(node, None);
-    let Some(node) = change.after.as_ref().or(change.before.as_ref()) else { return };
-    let name = node.name_any();
-    let is_other = change.before.as_ref().map(state) != change.after.as_ref().map(state);
+    let name = &change.name;
+    let (before, after) = (change.before.as_ref().map(state), change.after.as_ref().map(state));
+    // A Node that could not be read is neither before nor after.
+    let is_other = before != after || after.is_none();
     if let Some(wanted) = &cluster.wanted {
         let both = change.before.as_ref().zip(change.after.as_ref());
         if is_other || both.is_some_and(|(before, after)| pods::differ(before, after)) {
-            attach_detach::look_at_node(cluster, wanted, &name);
+            attach_detach::look_at_node(cluster, wanted, name);
         }
     }
     if !is_other {
         return;
     }
-    cluster.look_at_node(&name);
+    cluster.look_at_node(name);
 }
 
 fn lease_changed(cluster: &Cluster, change: &Change<Lease>) {

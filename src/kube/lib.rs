@@ -31,6 +31,7 @@ mod failures;
 #[cfg(test)]
 mod fake;
 pub mod grant;
+mod guard;
 mod heartbeat;
 mod kind;
 mod leader;

@@ -15,6 +15,7 @@ pub(crate) struct Metrics {
     writes: Family<Write, Counter>,
     syncs: Family<Sync, Counter>,
     fences: Counter,
+    unreadable: Family<Unreadable, Gauge>,
     pub(crate) leader: Gauge,
     pub(crate) grants: Gauge,
     pub(crate) attachments: Gauge,
@@ -29,6 +30,11 @@ struct ApiRequest {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Write {
     object: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Unreadable {
+    kind: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -58,6 +64,11 @@ impl Metrics {
         self.fences.inc();
     }
 
+    /// Sets the number of objects of a kind that cannot be read.
+    pub(crate) fn unreadable(&self, kind: String, number: i64) {
+        self.unreadable.get_or_create(&Unreadable { kind }).set(number);
+    }
+
     /// Returns the metrics in the OpenMetrics text format.
     ///
     /// # Errors
@@ -72,6 +83,8 @@ impl Metrics {
         registry.register("syncs", syncs, self.syncs.clone());
         let fences = "Nodes that were fenced at the storage of a volume";
         registry.register("fences", fences, self.fences.clone());
+        let unreadable = "Objects that cannot be read, by kind";
+        registry.register("unreadable", unreadable, self.unreadable.clone());
         registry.register("leader", "Whether this process is the leader", self.leader.clone());
         registry.register("grants", "Volumes with a grant", self.grants.clone());
         let attachments = "VolumeAttachments of the driver";

@@ -4,14 +4,25 @@
 //! depend on how fast the watch is. Of two states of an object the one with the higher resourceVersion stays. An answer
 //! that arrives after the watch has shown the end of the object is dropped: no later event would remove it again.
 //!
+//! An object that cannot be read ([`Guarded`]) is not among the objects, and it is not missing: [`Mirror::unreadable`].
+//!
 //! Every event of the watch is a change of what the watch has shown before, also if the copy has that state already:
 //! the one who has read or written it may not know everything that depends on it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kube::ResourceExt;
+use std::time::Duration;
+
+use kube::Resource;
+use kube::api::ObjectMeta;
 use kube::runtime::watcher::Event;
+use tokio::time::Instant;
+
+use crate::guard::{Guarded, Unreadable};
+
+/// The time between two lines of the log about objects that cannot be read. The metric has their number.
+const WARNING_PERIOD: Duration = Duration::from_secs(10);
 
 /// Returns the names under which an object is found beside its own: the volume of an attachment, for example.
 pub(crate) type Index<K> = fn(&K) -> Vec<String>;
@@ -20,7 +31,7 @@ pub(crate) type Index<K> = fn(&K) -> Vec<String>;
 #[derive(Debug)]
 pub(crate) struct Mirror<K: 'static> {
     /// Returns the name of an object in the mirror.
-    name: fn(&K) -> String,
+    name: fn(&ObjectMeta) -> String,
     indexes: &'static [Index<K>],
     state: Mutex<State<K>>,
 }
@@ -30,6 +41,10 @@ struct State<K> {
     objects: HashMap<String, Arc<K>>,
     /// What the watch has shown last.
     shown: HashMap<String, Arc<K>>,
+    /// The objects that cannot be read.
+    unreadable: HashMap<String, Arc<Unreadable>>,
+    /// When the log had the last line about one.
+    warned: Option<Instant>,
     /// The highest version of an event of the watch. It has shown every object that had at most this version and is left.
     progress: u64,
     /// For each index: the names of the objects by their key.
@@ -43,16 +58,26 @@ struct State<K> {
 /// A change of an object.
 #[derive(Debug)]
 pub(crate) struct Change<K> {
+    /// The name of the object in the mirror.
+    pub(crate) name: String,
     pub(crate) before: Option<Arc<K>>,
+    /// `None` also if the object cannot be read any more.
     pub(crate) after: Option<Arc<K>>,
 }
 
-impl<K: ResourceExt + 'static> Mirror<K> {
+impl<K: Resource<DynamicType = ()> + 'static> Mirror<K> {
     /// Makes a mirror of objects whose names differ. Those of several namespaces need `name`.
-    pub(crate) fn new(name: fn(&K) -> String, indexes: &'static [Index<K>]) -> Self {
-        let indexed = indexes.iter().map(|_| BTreeMap::new()).collect();
-        let (objects, shown) = (HashMap::new(), HashMap::new());
-        let state = State { objects, shown, progress: 0, indexed, listed: None, complete: false };
+    pub(crate) fn new(name: fn(&ObjectMeta) -> String, indexes: &'static [Index<K>]) -> Self {
+        let state = State {
+            objects: HashMap::new(),
+            shown: HashMap::new(),
+            unreadable: HashMap::new(),
+            warned: None,
+            progress: 0,
+            indexed: indexes.iter().map(|_| BTreeMap::new()).collect(),
+            listed: None,
+            complete: false,
+        };
         Self { name, indexes, state: Mutex::new(state) }
     }
 
@@ -65,6 +90,16 @@ impl<K: ResourceExt + 'static> Mirror<K> {
     /// unlike [`Mirror::get`], which can return the answer of a call, it does not run ahead of other objects.
     pub(crate) fn shown(&self, name: &str) -> Option<Arc<K>> {
         self.lock().shown.get(name).cloned()
+    }
+
+    /// Returns what is known of an object that cannot be read.
+    pub(crate) fn unreadable(&self, name: &str) -> Option<Arc<Unreadable>> {
+        self.lock().unreadable.get(name).cloned()
+    }
+
+    /// Returns the number of objects that cannot be read.
+    pub(crate) fn unreadable_len(&self) -> usize {
+        self.lock().unreadable.len()
     }
 
     /// Returns all objects.
@@ -93,9 +128,9 @@ impl<K: ResourceExt + 'static> Mirror<K> {
     pub(crate) fn put(&self, object: K) -> Arc<K> {
         let object = Arc::new(object);
         let mut state = self.lock();
-        let shown = state.shown.get(&(self.name)(&object));
-        let is_shown = shown.is_some_and(|shown| shown.uid() == object.uid());
-        if is_shown || revision(&*object) > state.progress {
+        let shown = state.shown.get(&(self.name)(object.meta()));
+        let is_shown = shown.is_some_and(|shown| shown.meta().uid == object.meta().uid);
+        if is_shown || revision(object.meta()) > state.progress {
             self.replace(&mut state, Arc::clone(&object));
         }
         object
@@ -104,7 +139,39 @@ impl<K: ResourceExt + 'static> Mirror<K> {
     /// Removes an object that the API server does not have any more.
     pub(crate) fn remove(&self, name: &str) -> Option<Arc<K>> {
         let mut state = self.lock();
+        state.unreadable.remove(name);
         self.forget(&mut state, name)
+    }
+
+    /// Takes an event of the watch of objects that may not be readable, and returns what has changed.
+    pub(crate) fn apply_guarded(&self, event: Event<Guarded<K>>) -> Vec<Change<K>> {
+        let changed = match event {
+            Event::Init => return self.apply(Event::Init),
+            Event::InitDone => return self.apply(Event::InitDone),
+            Event::InitApply(Guarded::Readable(object)) => {
+                return self.apply(Event::InitApply(object));
+            }
+            Event::Apply(Guarded::Readable(object)) => return self.apply(Event::Apply(object)),
+            Event::Delete(Guarded::Readable(object)) => return self.apply(Event::Delete(object)),
+            Event::InitApply(Guarded::Unreadable(object)) => {
+                let mut state = self.lock();
+                if let Some(listed) = &mut state.listed {
+                    listed.insert((self.name)(&object.metadata));
+                }
+                self.hide(&mut state, *object)
+            }
+            Event::Apply(Guarded::Unreadable(object)) => {
+                let mut state = self.lock();
+                state.pass(&object.metadata);
+                self.hide(&mut state, *object)
+            }
+            Event::Delete(Guarded::Unreadable(object)) => {
+                let mut state = self.lock();
+                state.pass(&object.metadata);
+                Some(self.end(&mut state, &object.metadata))
+            }
+        };
+        changed.into_iter().collect()
     }
 
     /// Takes an event of the watch, and returns what has changed.
@@ -116,39 +183,79 @@ impl<K: ResourceExt + 'static> Mirror<K> {
             }
             Event::InitApply(object) => {
                 if let Some(listed) = &mut self.lock().listed {
-                    listed.insert((self.name)(&object));
+                    listed.insert((self.name)(object.meta()));
                 }
                 self.show(Arc::new(object)).into_iter().collect()
             }
             Event::InitDone => self.end_list(),
             Event::Apply(object) => {
-                self.lock().pass(&object);
+                self.lock().pass(object.meta());
                 self.show(Arc::new(object)).into_iter().collect()
             }
             Event::Delete(object) => {
-                let name = (self.name)(&object);
                 let mut state = self.lock();
-                state.pass(&object);
-                let shown = state.shown.remove(&name);
-                // Another object may have been made with the same name.
-                let is_same = state.objects.get(&name).is_some_and(|k| k.uid() == object.uid());
-                let known = if is_same { self.forget(&mut state, &name) } else { None };
-                let before = shown.or(known).unwrap_or_else(|| Arc::new(object));
-                vec![Change { before: Some(before), after: None }]
+                state.pass(object.meta());
+                let mut change = self.end(&mut state, object.meta());
+                change.before.get_or_insert_with(|| Arc::new(object));
+                vec![change]
             }
         }
+    }
+
+    /// Removes an object that was deleted.
+    fn end(&self, state: &mut State<K>, metadata: &ObjectMeta) -> Change<K> {
+        let name = (self.name)(metadata);
+        let shown = state.shown.remove(&name);
+        state.unreadable.remove(&name);
+        // Another object may have been made with the same name.
+        let is_same =
+            state.objects.get(&name).is_some_and(|known| known.meta().uid == metadata.uid);
+        let known = if is_same { self.forget(state, &name) } else { None };
+        Change { name, before: shown.or(known), after: None }
+    }
+
+    /// Takes a state that cannot be read. Returns `None` if a newer one is known already.
+    fn hide(&self, state: &mut State<K>, object: Unreadable) -> Option<Change<K>> {
+        let name = (self.name)(&object.metadata);
+        let is_old = |known: &ObjectMeta| !is_newer(&object.metadata, known);
+        let known = state.objects.get(&name).map(|known| known.meta());
+        let unreadable = state.unreadable.get(&name).map(|known| &known.metadata);
+        if known.is_some_and(is_old) || unreadable.is_some_and(is_old) {
+            return None;
+        }
+        match state.unreadable.get(&name) {
+            // A node can write it again and again.
+            Some(known) if known.metadata.uid == object.metadata.uid => {
+                if known.is_reported() {
+                    object.report();
+                }
+            }
+            _ => {
+                let now = Instant::now();
+                if state.warned.is_none_or(|at| now.duration_since(at) >= WARNING_PERIOD) {
+                    state.warned = Some(now);
+                    tracing::warn!("{}", crate::api::message(&object.error(&K::kind(&()))));
+                }
+            }
+        }
+        let known = self.forget(state, &name);
+        let before = state.shown.remove(&name).or(known);
+        state.unreadable.insert(name.clone(), Arc::new(object));
+        Some(Change { name, before, after: None })
     }
 
     /// Takes a state that the watch shows. Returns `None` if it has shown this one, or a newer one.
     fn show(&self, object: Arc<K>) -> Option<Change<K>> {
         let mut state = self.lock();
-        let name = (self.name)(&object);
-        if state.shown.get(&name).is_some_and(|shown| !is_newer(&*object, &**shown)) {
+        let name = (self.name)(object.meta());
+        let shown = state.shown.get(&name);
+        if shown.is_some_and(|shown| !is_newer(object.meta(), shown.meta())) {
             return None;
         }
         self.replace(&mut state, Arc::clone(&object));
         let before = state.shown.insert(name.clone(), object);
-        Some(Change { before, after: state.objects.get(&name).cloned() })
+        let after = state.objects.get(&name).cloned();
+        Some(Change { name, before, after })
     }
 
     /// Removes what a complete list did not have.
@@ -156,25 +263,32 @@ impl<K: ResourceExt + 'static> Mirror<K> {
         let mut state = self.lock();
         state.complete = true;
         let listed = state.listed.take().unwrap_or_default();
-        let known = state.objects.keys().chain(state.shown.keys());
+        let known = state.objects.keys().chain(state.shown.keys()).chain(state.unreadable.keys());
         let gone: BTreeSet<String> =
             known.filter(|name| !listed.contains(*name)).cloned().collect();
-        let removed = gone.iter().map(|name| {
-            let known = self.forget(&mut state, name);
-            state.shown.remove(name).or(known)
+        let removed = gone.into_iter().map(|name| {
+            let known = self.forget(&mut state, &name);
+            state.unreadable.remove(&name);
+            let before = state.shown.remove(&name).or(known);
+            Change { name, before, after: None }
         });
-        let changes = removed.map(|before| Change { before, after: None }).collect();
-        let newest = state.shown.values().map(|shown| revision(&**shown)).max();
+        let changes = removed.collect();
+        let shown = state.shown.values().map(|shown| shown.meta());
+        let all = shown.chain(state.unreadable.values().map(|object| &object.metadata));
+        let newest = all.map(revision).max();
         state.progress = state.progress.max(newest.unwrap_or_default());
         changes
     }
 
     /// Takes a state, unless the present one is newer or the same.
     fn replace(&self, state: &mut State<K>, object: Arc<K>) {
-        let name = (self.name)(&object);
-        if state.objects.get(&name).is_some_and(|known| !is_newer(&*object, &**known)) {
+        let name = (self.name)(object.meta());
+        let known = state.objects.get(&name).map(|known| known.meta());
+        let unreadable = state.unreadable.get(&name).map(|known| &known.metadata);
+        if known.into_iter().chain(unreadable).any(|known| !is_newer(object.meta(), known)) {
             return;
         }
+        state.unreadable.remove(&name);
         self.forget(state, &name);
         for (index, key) in self.indexes.iter().enumerate() {
             for key in key(&object) {
@@ -206,28 +320,32 @@ impl<K: ResourceExt + 'static> Mirror<K> {
     }
 }
 
-impl<K: ResourceExt> State<K> {
+impl<K> State<K> {
     /// Notes how far the watch has come.
-    fn pass(&mut self, object: &K) {
-        self.progress = self.progress.max(revision(object));
+    fn pass(&mut self, metadata: &ObjectMeta) {
+        self.progress = self.progress.max(revision(metadata));
     }
 }
 
 /// Returns whether a state is newer than another one, or one of another object with the same name.
-fn is_newer<K: ResourceExt>(object: &K, known: &K) -> bool {
-    known.uid() != object.uid() || revision(object) > revision(known)
+fn is_newer(object: &ObjectMeta, known: &ObjectMeta) -> bool {
+    known.uid != object.uid || revision(object) > revision(known)
 }
 
 /// The resourceVersion as a number. Kubernetes guarantees since 1.35 that the versions of one resource can be
 /// compared as numbers; before, etcd's revisions were used in the same way.
-fn revision<K: ResourceExt>(object: &K) -> u64 {
-    object.resource_version().and_then(|version| version.parse().ok()).unwrap_or_default()
+fn revision(metadata: &ObjectMeta) -> u64 {
+    let version = metadata.resource_version.as_deref();
+    version.and_then(|version| version.parse().ok()).unwrap_or_default()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use k8s_openapi::api::storage::v1::VolumeAttachment;
+    use kube::ResourceExt;
+
+    use crate::kind::name_of;
 
     fn attachment(name: &str, version: u64, node: &str) -> VolumeAttachment {
         let mut attachment = VolumeAttachment::default();
@@ -240,7 +358,7 @@ mod tests {
     fn by_node() -> Mirror<VolumeAttachment> {
         let by_node =
             &[(|known: &VolumeAttachment| vec![known.spec.node_name.clone()]) as Index<_>];
-        Mirror::new(ResourceExt::name_any, by_node)
+        Mirror::new(name_of, by_node)
     }
 
     #[test]
@@ -297,6 +415,58 @@ mod tests {
         }
         mirror.put(with_uid(12, "2"));
         assert!(mirror.get("v").is_none());
+    }
+
+    /// The same without what every attachment has.
+    fn unreadable(name: &str, version: u64) -> Guarded<VolumeAttachment> {
+        let metadata = serde_json::json!({ "name": name, "resourceVersion": version.to_string() });
+        let object = serde_json::json!({ "metadata": metadata, "spec": 1 });
+        let object: Guarded<VolumeAttachment> = serde_json::from_value(object).unwrap();
+        assert!(matches!(object, Guarded::Unreadable(_)));
+        object
+    }
+
+    #[test]
+    fn an_object_that_cannot_be_read_is_neither_there_nor_missing() {
+        let mirror = by_node();
+        mirror.apply(Event::Apply(attachment("v", 5, "a")));
+        let changes = mirror.apply_guarded(Event::Apply(unreadable("v", 6)));
+        assert!(changes[0].before.is_some() && changes[0].after.is_none());
+        assert_eq!((changes[0].name.as_str(), mirror.len()), ("v", 0));
+        assert!(mirror.find(0, "a").is_empty());
+        assert!(mirror.unreadable("v").unwrap().report());
+        // An answer of a write before it, which is late, and a later state of the same kind.
+        mirror.put(attachment("v", 5, "a"));
+        assert_eq!((mirror.len(), mirror.unreadable_len()), (0, 1));
+        assert_eq!(mirror.apply_guarded(Event::Apply(unreadable("v", 7))).len(), 1);
+        assert!(!mirror.unreadable("v").unwrap().report(), "it is reported once");
+        assert!(mirror.apply_guarded(Event::Apply(unreadable("v", 6))).is_empty());
+        // A list has it.
+        for event in [Event::Init, Event::InitApply(unreadable("v", 7)), Event::InitDone] {
+            assert!(mirror.apply_guarded(event).is_empty());
+        }
+        assert!(mirror.is_complete() && mirror.unreadable("v").is_some());
+        // The answer of a write that has mended it.
+        mirror.put(attachment("v", 8, "b"));
+        assert_eq!((mirror.find(0, "b").len(), mirror.unreadable_len()), (1, 0));
+        assert!(mirror.apply_guarded(Event::Apply(unreadable("v", 7))).is_empty());
+        assert_eq!(mirror.len(), 1);
+    }
+
+    #[test]
+    fn an_object_that_cannot_be_read_ends() {
+        let mirror = by_node();
+        let apply = |event| mirror.apply_guarded(event).len();
+        assert_eq!(apply(Event::Apply(unreadable("v", 5))), 1);
+        assert_eq!(apply(Event::Delete(unreadable("v", 6))), 1);
+        assert!(mirror.unreadable("v").is_none());
+        assert_eq!(apply(Event::Apply(unreadable("v", 7))), 1);
+        assert_eq!(apply(Event::Init) + apply(Event::InitDone), 1);
+        assert!(mirror.unreadable("v").is_none());
+        mirror.remove("v");
+        assert_eq!(apply(Event::Apply(unreadable("v", 8))), 1);
+        mirror.remove("v");
+        assert!(mirror.unreadable("v").is_none());
     }
 
     #[test]

@@ -20,7 +20,9 @@ pub(crate) async fn sync(cluster: &Cluster, name: &str) -> Result<Next> {
     if known.metadata.deletion_timestamp.is_none() || !is_ours {
         return Ok(Next::Done);
     }
-    if !cluster.attachments.mirror.find(BY_VOLUME, name).is_empty() {
+    // An attachment that cannot be read may be of this volume.
+    let attachments = &cluster.attachments.mirror;
+    if attachments.unreadable_len() > 0 || !attachments.find(BY_VOLUME, name).is_empty() {
         // The end of the last one has this volume looked at again.
         return Ok(Next::Done);
     }
@@ -47,6 +49,7 @@ pub(crate) async fn sync(cluster: &Cluster, name: &str) -> Result<Next> {
 /// Deletes the grant of a volume, unless another PersistentVolume has the same volume. Its finalizer keeps it until
 /// no holder is left. Returns `false` if the grant has changed meanwhile, so that this must be tried again.
 async fn remove_grant(cluster: &Cluster, grant: &str, volume: &str) -> Result<bool> {
+    cluster.grants.check(grant)?;
     let volumes = cluster.volumes.mirror.find(0, grant);
     let is_shared = volumes
         .iter()

@@ -136,6 +136,7 @@ fn volumes_of(cluster: &Cluster) -> BTreeMap<String, String> {
 
 /// Looks at one volume.
 async fn sweep(cluster: &Cluster, name: &str, handle: &str, swept: &mut Swept) -> Result<()> {
+    cluster.grants.check(name)?;
     let Some(volume) = ObservedVolume::of_handle(cluster, name, handle) else { return Ok(()) };
     let is_held = |grant: &VolumeGrant| {
         !grant.spec.holders.is_empty() || grant.metadata.deletion_timestamp.is_some()
@@ -154,15 +155,21 @@ async fn sweep(cluster: &Cluster, name: &str, handle: &str, swept: &mut Swept) -
     }
     let Some(grant) = &volume.grant else { return Ok(()) };
     let is_clean = record.is_none() || grant.status.grant.fences.is_empty();
-    if is_clean && cluster.volumes.mirror.find(0, name).is_empty() {
+    // A PersistentVolume that cannot be read may have the volume.
+    let volumes = &cluster.volumes.mirror;
+    if is_clean && volumes.unreadable_len() == 0 && volumes.find(0, name).is_empty() {
         swept.removed += usize::from(remove(cluster, grant).await?);
     }
     Ok(())
 }
 
-/// Whether a VolumeAttachment asks for the volume of a grant. A new one names only its PersistentVolume.
+/// Whether a VolumeAttachment asks for the volume of a grant. A new one names only its PersistentVolume. One that cannot
+/// be read may do so.
 fn is_requested(cluster: &Cluster, name: &str) -> bool {
     let attachments = &cluster.attachments.mirror;
+    if attachments.unreadable_len() > 0 {
+        return true;
+    }
     let has_attachment = |volume: &Arc<PersistentVolume>| {
         !attachments.find(BY_VOLUME, &volume.name_any()).is_empty()
     };

@@ -103,6 +103,8 @@ pub(crate) struct ObservedVolume<'a> {
 impl<'a> ObservedVolume<'a> {
     /// Returns `None` if there is nothing to decide.
     fn observe(cluster: &'a Cluster, name: &'a str) -> Result<Option<Self>> {
+        // A grant that cannot be read may have a holder.
+        cluster.grants.check(name)?;
         let grant = cluster.grants.mirror.get(name);
         let requests = cluster.requests(name);
         if grant.is_none() && requests.is_empty() {
@@ -383,6 +385,9 @@ impl<'a> ObservedVolume<'a> {
 
 /// Gives an error of a decision to what waits for it: writes it to the attachments, or has the calls return it.
 pub(crate) async fn report(cluster: &Cluster, name: &str, error: &Error) {
+    if let Some(object) = cluster.grants.mirror.unreadable(name).filter(|object| object.report()) {
+        cluster.events.unreadable_grant(&object, error).await;
+    }
     cluster.failures.put(name, error);
     if cluster.config.calls.is_some() {
         cluster.look_at_attachments(&[]);

@@ -44,7 +44,10 @@ impl ControlPlane {
     /// Returns the control plane, which the first caller starts.
     pub(crate) fn get() -> &'static Self {
         static SHARED: OnceLock<ControlPlane> = OnceLock::new();
-        SHARED.get_or_init(|| Self::start("control-plane", Purpose::Objects).with_cleat())
+        SHARED.get_or_init(|| {
+            Self::start("control-plane", Purpose::Objects)
+                .with_cleat(&cleat_kube::crd::definition())
+        })
     }
 
     /// Returns a second control plane, on whose objects kube-controller-manager and kube-scheduler work. The first
@@ -52,9 +55,19 @@ impl ControlPlane {
     pub(crate) fn managed() -> &'static Self {
         static SHARED: OnceLock<ControlPlane> = OnceLock::new();
         SHARED.get_or_init(|| {
-            let mut plane = Self::start("managed", Purpose::Managed).with_cleat();
+            let definition = cleat_kube::crd::definition();
+            let mut plane = Self::start("managed", Purpose::Managed).with_cleat(&definition);
             plane.parts.start_managers(Purpose::Managed);
             plane
+        })
+    }
+
+    /// Returns a control plane on which the custom resource definition is that of another build. The first caller starts
+    /// it.
+    pub(crate) fn of_another_build() -> &'static Self {
+        static SHARED: OnceLock<ControlPlane> = OnceLock::new();
+        SHARED.get_or_init(|| {
+            Self::start("other-build", Purpose::Objects).with_cleat(&definition_of_another_build())
         })
     }
 
@@ -116,11 +129,11 @@ impl ControlPlane {
     }
 
     /// Installs what the tests need that play Kubernetes: the custom resource definition and the rights.
-    fn with_cleat(self) -> Self {
+    fn with_cleat(self, definition: &Value) -> Self {
         let runtime = tokio::runtime::Runtime::new().unwrap();
         runtime.block_on(async {
             let client = self.client().await;
-            apply_definition(&client).await;
+            apply_definition(&client, definition).await;
             apply_rights(&client).await;
             self.make_controller_kubeconfig(NAMESPACE, "controller").await;
         });
@@ -301,10 +314,43 @@ fn is_ready(kubeconfig: &Path) -> bool {
     })
 }
 
+/// A definition with fields and a mode that this build does not know, and without the bounds of this one.
+fn definition_of_another_build() -> Value {
+    fn relax(schema: &mut Value) {
+        match schema {
+            Value::Object(fields) => {
+                for bound in ["maxLength", "pattern", "maximum"] {
+                    if !fields.get(bound).is_some_and(Value::is_object) {
+                        fields.remove(bound);
+                    }
+                }
+                fields.values_mut().for_each(relax);
+            }
+            Value::Array(items) => items.iter_mut().for_each(relax),
+            _ => {}
+        }
+    }
+    let mut definition = cleat_kube::crd::definition();
+    let schema = &mut definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"];
+    relax(schema);
+    let invented = json!({ "type": "string" });
+    let holder = &mut schema["spec"]["properties"]["holders"]["items"]["properties"];
+    holder["mode"]["enum"].as_array_mut().unwrap().push(json!("Invented"));
+    holder["invented"] = invented.clone();
+    let status = &mut schema["status"]["properties"];
+    status["invented"] = invented.clone();
+    let entry = &mut status["nodes"]["items"]["properties"];
+    entry["invented"] = invented.clone();
+    let condition = &mut entry["conditions"]["items"]["properties"];
+    condition["invented"] = invented;
+    condition["type"]["enum"].as_array_mut().unwrap().push(json!("Invented"));
+    definition
+}
+
 /// Installs the custom resource definition, and waits until it is served.
-async fn apply_definition(client: &kube::Client) {
+async fn apply_definition(client: &kube::Client, definition: &Value) {
     let definitions: Api<CustomResourceDefinition> = Api::all(client.clone());
-    let definition = serde_json::from_value(cleat_kube::crd::definition()).unwrap();
+    let definition = serde_json::from_value(definition.clone()).unwrap();
     definitions.create(&PostParams::default(), &definition).await.unwrap();
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {

@@ -39,3 +39,4 @@ mod security;
 mod storage;
 mod sweep;
 mod taken_over;
+mod unreadable;

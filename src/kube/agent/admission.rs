@@ -174,6 +174,9 @@ impl Shared {
             return Error::new(ErrorKind::Unavailable, message).with_repair("repeat the call");
         }
         let look = format!("kubectl describe volumegrant {name} says what it waits for");
+        if let Some(Err(error)) = self.grants.get().map(|grants| grants.check(name)) {
+            return Error::new(error.kind(), format!("{cannot}: {}", crate::api::message(&error)));
+        }
         let Some(holder) = self.holder(name) else {
             let held = match self.other_holder(name).await {
                 Some(Holder { node, generation, since, .. }) => {

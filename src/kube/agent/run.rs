@@ -17,6 +17,7 @@ use super::volume::AgentVolume;
 use crate::api::{call, message};
 use crate::client::connect;
 use crate::grant::{DRIVER_LABEL, VolumeGrant, node_label};
+use crate::guard::Guarded;
 use crate::kind::Kind;
 use crate::queue::{CONFLICT, FAILED, Next};
 
@@ -106,7 +107,7 @@ impl Shared {
         let Shared { config, .. } = self;
         let selector = format!("{DRIVER_LABEL}={},{}", config.driver, node_label(&config.node));
         let settings = watcher::Config::default().labels(&selector);
-        let mut events = pin!(watcher(grants.api.clone(), settings));
+        let mut events = pin!(watcher(grants.guarded(), settings));
         while let Some(event) = events.next().await {
             match event {
                 Ok(event) => self.apply(grants, event),
@@ -119,15 +120,13 @@ impl Shared {
         }
     }
 
-    fn apply(&self, grants: &Kind<VolumeGrant>, event: Event<VolumeGrant>) {
+    fn apply(&self, grants: &Kind<VolumeGrant>, event: Event<Guarded<VolumeGrant>>) {
         let event = event.modify(|grant| grant.managed_fields_mut().clear());
         // A list begins before the API server is asked.
         let is_answer = !matches!(event, Event::Init);
         let is_list = matches!(event, Event::InitDone);
-        for change in grants.mirror.apply(event) {
-            if let Some(grant) = change.after.as_ref().or(change.before.as_ref()) {
-                self.queue.add(grant.name_any());
-            }
+        for change in grants.mirror.apply_guarded(event) {
+            self.queue.add(change.name);
         }
         if is_list {
             self.look_at_all();

@@ -77,6 +77,7 @@ pub(crate) async fn check(client: &Client, driver: &str) -> Result<()> {
 
 /// Creates and deletes the attachments of the PersistentVolume `name`.
 pub(crate) async fn sync(cluster: &Cluster, wanted: &Wanted, name: &str) -> Result<Next> {
+    cluster.volumes.check(name)?;
     let volume = cluster.volumes.mirror.get(name);
     let mut facts = facts(cluster, wanted, name, volume.as_deref());
     // What does not depend on it is done also if the storage does not answer.

@@ -91,7 +91,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::kind::full_name;
+    use crate::kind::full_name_of;
     use crate::mirror::Mirror;
 
     /// The state `version` of a pod of this number, on a node and with a claim that follow from the version.
@@ -144,7 +144,7 @@ mod tests {
     #[test]
     fn row_02_the_pods_of_claims_and_nodes_are_right_under_several_threads() {
         const PODS: usize = 7;
-        let mirror = Mirror::new(full_name, POD_INDEXES);
+        let mirror = Mirror::new(full_name_of, POD_INDEXES);
         let versions = AtomicU64::new(1);
         let newest: [AtomicU64; PODS] = Default::default();
         let change = || {
