@@ -9,9 +9,10 @@
 
 use std::collections::BTreeMap;
 
+use crate::limits::{MAX_CLIENT, MAX_HOLDERS, MAX_MESSAGE, MAX_PODS, text};
 use crate::object::{
-    Condition, FenceEntry, Generation, GrantSpec, Holder, MAX_HOLDERS, Mode, Reason, Signal,
-    StoredGrant, Time, Truth, Version, VolumeGrant,
+    Condition, FenceEntry, Generation, GrantSpec, Holder, Mode, Reason, Signal, StoredGrant, Time,
+    Truth, Version, VolumeGrant,
 };
 use crate::policy::{FencingReason, NodeState, Policy};
 use crate::record::{Claim, FencePlan, Record, Seal, Target};
@@ -76,7 +77,7 @@ pub enum Step {
     Forget {
         /// The version that the write requires.
         version: Option<Version>,
-        /// The node, which was deleted.
+        /// The node, which nothing needs to know of.
         node: String,
     },
     /// Fence a holder at the storage ([`Record::plan_fence`], [`Record::seal`]), and read the record again.
@@ -364,7 +365,10 @@ impl VolumeFacts<'_> {
 
     fn write_fenced(&self, target: &Target, proof: String, record: &Record) -> Step {
         let Target { node, generation, .. } = target.clone();
-        let client = record.seal_of(generation).and_then(|seal| seal.client.clone());
+        let client = record.seal_of(generation).and_then(|seal| seal.client.as_deref());
+        // The record is of a node. What has to be done at the storage is read from there again.
+        let client = client.map(|client| text(client, MAX_CLIENT));
+        let proof = text(&proof, MAX_MESSAGE);
         let mut fences = self.grant.status.fences.clone();
         fences.push(FenceEntry { node, generation, client, proof, time: self.now });
         Step::WriteFences { version: condition_of(self.stored), fences }
@@ -398,25 +402,28 @@ impl VolumeFacts<'_> {
         applies(Rule::OnlyTheMachineIsClean) && machines.is_some_and(|(sealed, now)| sealed != now)
     }
 
-    /// Removes what the status says about a node that was deleted, if the status has more than [`Policy::max_nodes`]
-    /// entries. Such a node may never clean up, and the object has a maximum size.
+    /// Removes a node from the status if one of its lists has more than [`Policy::max_nodes`] entries: the object has a
+    /// maximum size. No later step needs what it says about the node.
     ///
-    /// No later step needs it: the node holds nothing, its clients stay cut off, and its generations stay closed in the
-    /// record. A node that returns gets its fence again before it gets a grant, from the record. If the record does not
-    /// name its client any more, the node still does not claim while a mapping is left.
+    /// A node that was deleted may never clean up. It holds nothing, its clients stay cut off, and its generations stay
+    /// closed in the record. A node that returns gets its fence again before it gets a grant, from the record. If the
+    /// record does not name its client any more, the node still does not claim while a mapping is left.
+    ///
+    /// The entry of a node that exists says something about a generation that the node holds, or that was fenced. It is
+    /// removed if there is none: the node writes it anew when it gets a grant.
     fn forget(&self) -> Option<Step> {
-        let status = &self.grant.status;
-        let max = self.policy.max_nodes;
-        let is_forgettable = |node: &&String| {
-            let exists = self.view.nodes.contains_key(*node);
-            let is_requested = self.view.requests.iter().any(|request| request.node == **node);
-            !exists && !is_requested && self.grant.holder(node).is_none()
+        let (status, max) = (&self.grant.status, self.policy.max_nodes);
+        let is_unused = |node: &str| {
+            let is_requested = self.view.requests.iter().any(|request| request.node == node);
+            !is_requested && self.grant.holder(node).is_none()
         };
-        let fenced = status.fences.iter().map(|fence| &fence.node);
-        let fenced = fenced.filter(|_| status.fences.len() > max).find(is_forgettable);
-        let known = status.nodes.iter().map(|entry| &entry.node);
-        let known = || known.filter(|_| status.nodes.len() > max).find(is_forgettable);
-        let node = fenced.or_else(known)?.clone();
+        let is_deleted = |node: &&String| is_unused(node) && !self.view.nodes.contains_key(*node);
+        let is_idle = |node: &&String| is_unused(node) && self.grant.fences_of(node).count() == 0;
+        let mut fenced = status.fences.iter().map(|fence| &fence.node);
+        let fenced = fenced.find(is_deleted).filter(|_| status.fences.len() > max);
+        let known = || status.nodes.iter().map(|entry| &entry.node);
+        let known = || known().find(is_deleted).or_else(|| known().find(is_idle));
+        let node = fenced.or_else(|| known().filter(|_| status.nodes.len() > max))?.clone();
         Some(Step::Forget { version: condition_of(self.stored), node })
     }
 
@@ -536,7 +543,8 @@ fn adopt(spec: &mut GrantSpec, claim: &Claim, record: &Record, now: Time) {
 /// Adds a holder with the next generation, which is above everything that the object and the record name.
 fn grant_next(spec: &mut GrantSpec, request: &Request, record: &Record, now: Time) {
     let generation = spec.generation.max(record.generation).next();
-    let Request { node, mode, pod_uids } = request.clone();
+    let Request { node, mode, mut pod_uids } = request.clone();
+    pod_uids.truncate(MAX_PODS);
     spec.holders.push(Holder { node, mode, generation, revoked: false, since: now, pod_uids });
     spec.generation = generation;
 }

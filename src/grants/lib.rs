@@ -18,6 +18,7 @@
 pub mod agent;
 pub mod answers;
 pub mod controller;
+pub mod limits;
 pub mod object;
 pub mod policy;
 pub mod record;

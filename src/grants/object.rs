@@ -6,10 +6,12 @@ use std::fmt;
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Deserializer, Serialize};
 
+#[cfg(feature = "schema")]
+use crate::limits::{
+    MAX_CLIENT, MAX_DEVICE_PATH, MAX_MESSAGE, MAX_NODE, MAX_PODS, MAX_REASON, MAX_UID, NAME, TEXT,
+    WORD,
+};
 pub use crate::time::Time;
-
-/// The maximum number of holders of one volume. A larger number is refused.
-pub const MAX_HOLDERS: usize = 64;
 
 /// The number of a grant. Each new grant of a volume gets a higher one, and a claim at the storage carries
 /// it. 0 is a claim without a grant: that of a node that uses no grants and needs no API server.
@@ -77,6 +79,7 @@ pub struct GrantSpec {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Holder {
     /// The name of the node.
+    #[cfg_attr(feature = "schema", schemars(length(max = MAX_NODE), regex(pattern = NAME)))]
     pub node: String,
     /// How the node may use the volume.
     pub mode: Mode,
@@ -88,6 +91,8 @@ pub struct Holder {
     /// The time of the grant or, if it is revoked, of the revocation.
     pub since: Time,
     /// The pods for which the grant was made.
+    #[cfg_attr(feature = "schema", schemars(length(max = MAX_PODS)))]
+    #[cfg_attr(feature = "schema", schemars(inner(length(max = MAX_UID), regex(pattern = WORD))))]
     #[serde(default, rename = "podUIDs", skip_serializing_if = "Vec::is_empty")]
     pub pod_uids: Vec<String>,
 }
@@ -130,6 +135,7 @@ pub struct GrantStatus {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct NodeEntry {
     /// The name of the node.
+    #[cfg_attr(feature = "schema", schemars(length(max = MAX_NODE), regex(pattern = NAME)))]
     pub node: String,
     /// The generation of the last claim or attempt to claim.
     pub generation: Generation,
@@ -138,9 +144,11 @@ pub struct NodeEntry {
     #[serde(default)]
     pub intents: u64,
     /// The client of the storage that has claimed the volume, as recorded with the claim.
+    #[cfg_attr(feature = "schema", schemars(length(max = MAX_CLIENT), regex(pattern = TEXT)))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub client: Option<String>,
     /// The path of the device.
+    #[cfg_attr(feature = "schema", schemars(length(max = MAX_DEVICE_PATH), regex(pattern = TEXT)))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_path: Option<String>,
     /// The hash of the machine id of the node that has written the entry; none if it is not known. Another machine may
@@ -163,10 +171,12 @@ pub struct Condition {
     /// Whether it is true.
     pub status: Truth,
     /// The reason, for programs.
-    #[cfg_attr(feature = "schema", schemars(with = "String"))]
+    #[cfg_attr(feature = "schema", schemars(with = "String", length(max = MAX_REASON)))]
+    #[cfg_attr(feature = "schema", schemars(regex(pattern = WORD)))]
     pub reason: Reason,
     /// The reason, for readers.
     #[serde(default)]
+    #[cfg_attr(feature = "schema", schemars(length(max = MAX_MESSAGE), regex(pattern = TEXT)))]
     pub message: String,
     /// The generation for which the signal is valid. It says nothing about other generations.
     pub generation: Generation,
@@ -230,13 +240,16 @@ pub enum Reason {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct FenceEntry {
     /// The name of the node.
+    #[cfg_attr(feature = "schema", schemars(length(max = MAX_NODE), regex(pattern = NAME)))]
     pub node: String,
     /// The generation that was fenced.
     pub generation: Generation,
     /// The client that was cut off, as recorded with its claim; none if the node had not claimed.
+    #[cfg_attr(feature = "schema", schemars(length(max = MAX_CLIENT), regex(pattern = TEXT)))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub client: Option<String>,
     /// What the storage answered when the record was read back.
+    #[cfg_attr(feature = "schema", schemars(length(max = MAX_MESSAGE), regex(pattern = TEXT)))]
     pub proof: String,
     /// The time when it was read back.
     pub time: Time,

@@ -13,8 +13,8 @@ pub struct Policy {
     /// How long a node may not renew its Lease before its revoked volumes are fenced, in seconds. `None`, the
     /// default, fences no node because of its Lease.
     pub lease_timeout_s: Option<u64>,
-    /// The number of entries of nodes, and of fences, in the status of a grant above which the controller removes a
-    /// node that was deleted. Nodes that never return would otherwise fill the object.
+    /// The number of entries of nodes, and of fences, in the status of a grant above which the controller removes what
+    /// nothing needs. Nodes that never return, or that have had the volume once, would otherwise fill the object.
     pub max_nodes: usize,
 }
 

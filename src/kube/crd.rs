@@ -4,12 +4,10 @@ use schemars::JsonSchema;
 use schemars::generate::SchemaSettings;
 use serde_json::{Map, Value, json};
 
-use cleat_grants::object::{GrantSpec, GrantStatus, MAX_HOLDERS};
+use cleat_grants::limits::{MAX_CONDITIONS, MAX_ENTRIES, MAX_FENCES, MAX_HOLDERS};
+use cleat_grants::object::{GrantSpec, GrantStatus};
 
-use crate::grant::{GROUP, KIND, PLURAL, VERSION, Waiting};
-
-/// The maximum number of entries in the lists of the status.
-const MAX_ENTRIES: usize = 5000;
+use crate::grant::{GROUP, KIND, MAX_WAITING, PLURAL, VERSION, Waiting};
 
 /// Returns the definition as YAML, for `kubectl apply`.
 pub fn yaml() -> String {
@@ -30,13 +28,14 @@ pub fn definition() -> Value {
     let mut status = schema::<GrantStatus>();
     let properties = &mut status["properties"];
     list_map(&mut properties["nodes"], &["node"], MAX_ENTRIES);
-    list_map(&mut properties["nodes"]["items"]["properties"]["conditions"], &["type"], 16);
-    list_map(&mut properties["fences"], &["node", "generation"], MAX_ENTRIES);
+    let conditions = &mut properties["nodes"]["items"]["properties"]["conditions"];
+    list_map(conditions, &["type"], MAX_CONDITIONS);
+    list_map(&mut properties["fences"], &["node", "generation"], MAX_FENCES);
     properties["waiting"] = json!({
         "type": "array",
         "description": "What the volume waits for, for users: no decision depends on it.",
         "items": schema::<Waiting>(),
-        "maxItems": MAX_ENTRIES,
+        "maxItems": MAX_WAITING,
         "x-kubernetes-list-type": "atomic",
     });
     let description = "Says which nodes may use a volume, and what is true on them.";
@@ -217,6 +216,8 @@ fn scalar(value: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::grant;
+    use cleat_grants::limits;
 
     const COMMITTED: &str =
         concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/base/volumegrants.yaml");
@@ -244,8 +245,55 @@ mod tests {
         assert_eq!(entry["generation"]["format"], "int64");
         // A newer build may have a reason that this one does not know.
         let condition = &entry["conditions"]["items"]["properties"];
-        let reason = json!({ "type": "string", "description": "The reason, for programs." });
-        assert_eq!(condition["reason"], reason);
+        assert_eq!(condition["reason"]["type"], "string");
+        assert_eq!(condition["reason"]["enum"], Value::Null);
+    }
+
+    /// Returns the size of the largest JSON that a schema permits.
+    fn largest(schema: &Value) -> usize {
+        let number = |field: &str| {
+            let limit = schema[field].as_u64();
+            usize::try_from(limit.unwrap_or_else(|| panic!("no {field}: {schema}"))).unwrap()
+        };
+        let sum = |(name, schema): (&String, &Value)| name.len() + 4 + largest(schema);
+        match schema["type"].as_str().unwrap() {
+            "boolean" => 5,
+            "integer" => 20,
+            "array" => 2 + number("maxItems") * (1 + largest(&schema["items"])),
+            "object" => {
+                2 + schema["properties"].as_object().unwrap().iter().map(sum).sum::<usize>()
+            }
+            "string" => match (&schema["enum"], schema["pattern"].as_str()) {
+                (Value::Array(texts), _) => {
+                    texts.iter().map(|text| text.to_string().len()).max().unwrap()
+                }
+                // Any character can be one that JSON writes with six.
+                (_, None) => 2 + 6 * number("maxLength"),
+                // Quotation marks and backslashes.
+                (_, Some(limits::TEXT)) => 2 + 2 * number("maxLength"),
+                (_, Some(pattern)) => {
+                    let is_time = pattern.contains("T(");
+                    assert!(
+                        [limits::NAME, limits::WORD].contains(&pattern) || is_time,
+                        "{pattern}"
+                    );
+                    2 + number("maxLength")
+                }
+            },
+            other => panic!("{other}"),
+        }
+    }
+
+    #[test]
+    fn the_largest_grant_has_less_than_1_mib() {
+        let schema = &definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
+        let of = |field: &str| largest(&schema["properties"][field]);
+        // The labels of nodes, and the names of the other holders in an annotation.
+        let labels = (MAX_HOLDERS + MAX_FENCES) * (grant::node_label(&"n".repeat(253)).len() + 6);
+        let others = MAX_HOLDERS * (limits::MAX_NODE + ", (revoked)".len());
+        let all = of("spec") + of("status") + labels + others;
+        assert!(all < 1 << 20, "{all} bytes");
+        assert!(all > 900_000, "{all} bytes: the bounds of lists could be higher");
     }
 
     #[test]

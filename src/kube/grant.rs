@@ -3,7 +3,8 @@
 use std::borrow::Cow;
 
 use cleat_grants::controller::Until;
-use cleat_grants::object::{GrantSpec, GrantStatus, StoredGrant, Time, Version};
+use cleat_grants::limits::{MAX_MESSAGE, MAX_NODE, MAX_REASON, NAME, TEXT, WORD, text};
+use cleat_grants::object::{GrantSpec, GrantStatus, StoredGrant, Time, Version, readable};
 use kube::api::ObjectMeta;
 use kube::core::{ClusterResourceScope, Resource};
 use serde::{Deserialize, Serialize};
@@ -19,6 +20,12 @@ pub const KIND: &str = "VolumeGrant";
 
 /// The name of the resource in URLs.
 pub const PLURAL: &str = "volumegrants";
+
+/// The maximum number of entries that say what a volume waits for.
+pub(crate) const MAX_WAITING: usize = 16;
+
+/// The maximum length of what an administrator can do. It can name a node several times.
+const MAX_ACTION: usize = 1024;
 
 /// The finalizer of a grant. The controller removes it when no holder is left.
 pub const FINALIZER: &str = "cleat.csi.storage/grant";
@@ -68,7 +75,7 @@ pub struct Status {
     #[serde(flatten)]
     pub grant: GrantStatus,
     /// What the volume waits for, for users: no decision depends on it.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, deserialize_with = "readable", skip_serializing_if = "Vec::is_empty")]
     pub waiting: Vec<Waiting>,
 }
 
@@ -76,14 +83,18 @@ pub struct Status {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 pub struct Waiting {
     /// The node of the holder that has to release the volume, or of the request that cannot be granted.
+    #[schemars(length(max = MAX_NODE), regex(pattern = NAME))]
     pub node: String,
     /// What has to happen, for programs: `Released`, `ReleasedOrLost`, `OtherHolders`, `Cleaned` or `InService`.
+    #[schemars(length(max = MAX_REASON), regex(pattern = WORD))]
     pub until: String,
     /// Since when the controller waits.
     pub since: Time,
     /// What has to happen, for readers.
+    #[schemars(length(max = MAX_MESSAGE), regex(pattern = TEXT))]
     pub message: String,
     /// What an administrator can do.
+    #[schemars(length(max = MAX_ACTION), regex(pattern = TEXT))]
     pub action: String,
 }
 
@@ -116,6 +127,7 @@ impl Waiting {
                 ),
             ),
         };
+        let (message, action) = (text(&message, MAX_MESSAGE), text(&action, MAX_ACTION));
         Self { node: node.to_owned(), until: format!("{until:?}"), since, message, action }
     }
 

@@ -195,11 +195,22 @@ fn policy(namespace: &str) -> [Value; 2] {
     let same = |field: &str| {
         format!("object.?status.?{field}.orValue([]) == oldObject.?status.?{field}.orValue([])")
     };
+    let is_in = |object: &str, part: &str, list: &str| {
+        format!("{object}.?{part}.?{list}.orValue([]).exists(known, known.node == variables.node)")
+    };
+    // A node that was asked for the volume holds it, or was fenced. One with an entry may correct it.
+    let named = [("spec", "holders"), ("status", "fences"), ("status", "nodes")]
+        .map(|(part, list)| is_in("oldObject", part, list))
+        .join(" || ");
     let is_status = "request.operation == 'UPDATE' && request.?subResource.orValue('') == 'status'";
     let otherwise = |expression: String| format!("!({is_status}) || ({expression})");
     let validations = [
         check(is_status.to_owned(), "a node may only update the status of a grant"),
         check("variables.node != ''".to_owned(), "the token names no node: use that of a pod"),
+        check(
+            otherwise(format!("!({}) || {named}", is_in("object", "status", "nodes"))),
+            "a node may only write an entry in a grant that names it",
+        ),
         check(
             otherwise("variables.others == variables.oldOthers".to_owned()),
             "a node may only change its own entry in status.nodes",

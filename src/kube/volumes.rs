@@ -18,7 +18,9 @@ use tokio::time::Instant;
 use crate::api::{self, call};
 use crate::cluster::{Cluster, Key, grant_of};
 use crate::events::describe;
-use crate::grant::{self, FINALIZER, GRANT_LABEL, VOLUME_ANNOTATION, VolumeGrant, grant_label};
+use crate::grant::{
+    self, FINALIZER, GRANT_LABEL, MAX_WAITING, VOLUME_ANNOTATION, VolumeGrant, grant_label,
+};
 use crate::queue::Next;
 use crate::source;
 use crate::storage::{self, Backing, Fencing};
@@ -221,7 +223,7 @@ impl<'a> ObservedVolume<'a> {
         let mut object = self.grant(version)?;
         object.status.grant.forget(node);
         self.write_status(&object).await?;
-        tracing::info!(grant = self.name, node, "removed a node from the status that was deleted");
+        tracing::info!(grant = self.name, node, "removed a node from the status");
         Ok(())
     }
 
@@ -330,6 +332,7 @@ impl<'a> ObservedVolume<'a> {
         let known = &grant.status.waiting;
         let entries: Vec<grant::Waiting> = waiting
             .iter()
+            .take(MAX_WAITING)
             .map(|entry| grant::Waiting::new(&entry.node, entry.until, now))
             .map(|new| known.iter().find(|old| old.is_same(&new)).cloned().unwrap_or(new))
             .collect();

@@ -77,9 +77,14 @@ async fn grant_of(world: &World, a: &str, b: &str) -> VolumeGrant {
 /// Fails with a message that contains `text` and the code 403.
 #[track_caller]
 fn check_forbidden<T: std::fmt::Debug>(what: &str, result: kube::Result<T>, text: &str) {
+    check_refused(what, result, 403, text);
+}
+
+#[track_caller]
+fn check_refused<T: std::fmt::Debug>(what: &str, result: kube::Result<T>, code: u16, text: &str) {
     match result {
         Err(kube::Error::Api(status)) => {
-            assert_eq!(status.code, 403, "{what}: {status:?}");
+            assert_eq!(status.code, code, "{what}: {status:?}");
             assert!(status.message.contains(text), "{what}: {}", status.message);
         }
         other => panic!("{what}: {other:?}"),
@@ -163,6 +168,61 @@ async fn check_foreign_writes(
     check_forbidden("a creation", grants.create(&post, &created).await, only);
 }
 
+/// Tries to write an entry of `own` that other nodes and the controller cannot use: in a form that the definition does not
+/// have, and larger than it permits.
+async fn check_malformed_writes(grants: &Api<VolumeGrant>, known: &VolumeGrant, own: &str) {
+    let name = &known.name_any();
+    let write = async |entry: Value| {
+        let mut grant = serde_json::to_value(known).unwrap();
+        let nodes = grant["status"]["nodes"].as_array_mut().unwrap();
+        nodes.retain(|entry| entry["node"] != own);
+        nodes.push(entry);
+        let body = Patch::Merge(json!({ "status": { "nodes": nodes } }));
+        grants.patch_status(name, &PatchParams::default(), &body).await
+    };
+    let condition = |field: &str, value: Value| {
+        let mut condition = json!({
+            "type": "SafeToMount", "status": "True", "reason": "Mapped", "message": "", "generation": 1,
+            "lastTransitionTime": "2030-01-01T00:00:00Z",
+        });
+        condition[field] = value;
+        json!({ "node": own, "generation": 1, "conditions": [condition] })
+    };
+    write(condition("message", json!("x".repeat(512)))).await.unwrap();
+    for time in [
+        "2030-01-01T00:00:00+01:00",
+        "1969-12-31T23:59:59Z",
+        "2030-01-01t00:00:00z",
+        "2030-00-01T00:00:00Z",
+        "yesterday",
+    ] {
+        let written = write(condition("lastTransitionTime", json!(time))).await;
+        check_refused(time, written, 422, "lastTransitionTime");
+    }
+    for (field, value) in [
+        ("message", json!("x".repeat(513))),
+        ("message", json!("x".repeat(1_400_000))),
+        ("message", json!("\u{1}")),
+        ("message", json!("<")),
+        ("reason", json!("x".repeat(65))),
+        ("generation", json!(-1)),
+        ("type", json!("Invented")),
+        ("status", json!("Perhaps")),
+    ] {
+        check_refused(field, write(condition(field, value)).await, 422, field);
+    }
+    for field in ["client", "devicePath"] {
+        let mut entry = condition("message", json!(""));
+        entry[field] = json!("x".repeat(257));
+        check_refused(field, write(entry).await, 422, field);
+    }
+    // Fields that the definition does not have are dropped.
+    let mut entry = condition("message", json!(""));
+    entry["invented"] = json!("x".repeat(100_000));
+    let written = write(entry).await.unwrap();
+    assert!(serde_json::to_string(&written).unwrap().len() < 10_000);
+}
+
 #[test]
 fn row_01_a_node_writes_nothing_but_its_own_status() {
     run(async |world: World| {
@@ -205,6 +265,35 @@ fn row_01_a_node_writes_nothing_but_its_own_status() {
         let written = grants.patch_status(name, &apply, &body).await.unwrap().stored().grant;
         assert_eq!(written.entry(a).unwrap().intents, 6);
         assert_eq!(written.entry(b), after.stored().grant.entry(b));
+
+        check_malformed_writes(&grants, &all.get(name).await.unwrap(), a).await;
+        // A grant that concerns other nodes, until it names this one.
+        let spec = GrantSpec { generation: Generation(1), ..known.spec.clone() };
+        let foreign = VolumeGrant::new(&world.driver, "shared/foreign", spec);
+        let mut foreign = all.create(&post, &foreign).await.unwrap();
+        let other: Api<VolumeGrant> = Api::all(node_client(&world, b).await);
+        foreign.status.grant.nodes.push(entry(b, 1));
+        let foreign_name = &foreign.name_any();
+        let written = other.replace_status(foreign_name, &post, &foreign).await;
+        check_forbidden("a foreign grant", written, "in a grant that names it");
+        let mut fenced = all.get(foreign_name).await.unwrap();
+        fenced.status.grant.fences.push(FenceEntry {
+            node: b.to_owned(),
+            generation: Generation(1),
+            client: None,
+            proof: "none".to_owned(),
+            time: Time(1_893_456_000),
+        });
+        let mut fenced = all.replace_status(foreign_name, &post, &fenced).await.unwrap();
+        fenced.status.grant.nodes.push(entry(b, 1));
+        let mut cleaned = other.replace_status(foreign_name, &post, &fenced).await.unwrap();
+        // Its entry stays its own when the fence is gone.
+        cleaned.status.grant.fences.clear();
+        let mut cleaned = all.replace_status(foreign_name, &post, &cleaned).await.unwrap();
+        cleaned.status.grant.nodes[0].intents = 2;
+        let mut cleaned = other.replace_status(foreign_name, &post, &cleaned).await.unwrap();
+        cleaned.status.grant.nodes.clear();
+        other.replace_status(foreign_name, &post, &cleaned).await.unwrap();
 
         // A token that names no node.
         let account: Api<k8s_openapi::api::core::v1::ServiceAccount> =

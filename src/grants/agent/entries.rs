@@ -1,6 +1,7 @@
 //! The node's own entry in the status: what it says before a claim, and what it says about an observation.
 
 use super::{Mapping, MappingState, Permit, View};
+use crate::limits::{MAX_CLIENT, MAX_DEVICE_PATH, MAX_MESSAGE, text};
 use crate::object::{
     Condition, Generation, Holder, NodeEntry, Reason, Signal, Time, Truth, VolumeGrant,
 };
@@ -69,13 +70,14 @@ fn describe_fence(grant: &VolumeGrant, view: &View<'_>, entry: &mut NodeEntry, n
 fn describe_grant(view: &View<'_>, holder: &Holder, entry: &mut NodeEntry, now: Time) {
     let generation = holder.generation;
     let set = |entry: &mut NodeEntry, kind, truth, reason, message: String| {
+        let message = text(&message, MAX_MESSAGE);
         entry.set(Condition { message, ..condition(kind, truth, reason, generation, now) });
     };
     let mapping = view.local.mapping.as_ref().filter(|known| known.generation == generation);
     if let Some(usable) = view.local.usable().filter(|known| known.generation == generation) {
         entry.generation = generation;
-        entry.client = Some(usable.client.clone());
-        entry.device_path = Some(usable.device_path.clone());
+        entry.client = Some(text(&usable.client, MAX_CLIENT));
+        entry.device_path = Some(text(&usable.device_path, MAX_DEVICE_PATH));
         set(entry, Signal::SafeToMount, Truth::True, Reason::Mapped, String::new());
     }
     if view.local.is_safe_to_detach() {

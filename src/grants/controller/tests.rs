@@ -313,6 +313,49 @@ fn deleted_nodes_are_removed_from_the_status_above_a_limit() {
 }
 
 #[test]
+fn idle_entries_of_nodes_that_exist_are_removed_above_a_limit() {
+    let mut fixture = Fixture::new(&["a"]);
+    let entry = |node: &str| NodeEntry { node: node.to_owned(), ..NodeEntry::default() };
+    for name in ["c", "d", "e"] {
+        fixture.nodes.insert(name.to_owned(), NodeState::default());
+    }
+    fixture.stored.grant.status.nodes = ["a", "b", "c", "d", "x", "e"].map(entry).into();
+    fixture.stored.grant.status.fences = vec![FenceEntry {
+        node: "b".to_owned(),
+        generation: Generation(2),
+        client: None,
+        proof: String::new(),
+        time: NOW,
+    }];
+    fixture.requests.push(request("c"));
+    fixture.policy.max_nodes = 6;
+    assert_eq!(fixture.step(), waits("c", Until::OtherHolders));
+    fixture.policy.max_nodes = 0;
+    // One that was deleted comes first. A holder, a node that was fenced and one that asks for the volume stay.
+    for expected in ["x", "d", "e"] {
+        let Step::Forget { node, .. } = fixture.step() else { panic!("{:?}", fixture.step()) };
+        assert_eq!(node, expected);
+        fixture.stored.grant.status.forget(&node);
+    }
+    assert_eq!(fixture.step(), waits("c", Until::OtherHolders));
+}
+
+#[test]
+fn a_fence_is_as_long_as_the_schema_permits() {
+    let mut fixture = Fixture::new(&[]);
+    fixture.holder().revoked = true;
+    fixture.holder().since = Time(0);
+    fixture.node("a").out_of_service = true;
+    let target = Target { node: "a".to_owned(), generation: Generation(3), mode: Mode::ReadWrite };
+    let client = "<é>".repeat(1000);
+    fixture.record = Some(Record::default().seal(&target, Some(client)));
+    let Step::WriteFences { fences, .. } = fixture.step() else { panic!("{:?}", fixture.step()) };
+    assert_eq!(fences[0].client.as_deref(), Some(&*"?".repeat(MAX_CLIENT)));
+    assert_eq!(fences[0].proof.len(), MAX_MESSAGE);
+    assert!(fences[0].proof.starts_with("generation 3 is sealed"), "{}", fences[0].proof);
+}
+
+#[test]
 fn a_refused_generation_is_moved_past_the_record() {
     let mut fixture = Fixture::new(&["a"]);
     fixture.report(Signal::SafeToMount, Truth::False, Reason::Superseded, 3);

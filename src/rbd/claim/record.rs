@@ -11,7 +11,8 @@ use serde::{Deserialize, Serialize};
 
 use cleat_backend::claimant::{Claimant, ProcessMark};
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_grants::object::{Generation, MAX_HOLDERS, Mode};
+use cleat_grants::limits::MAX_HOLDERS;
+use cleat_grants::object::{Generation, Mode};
 use cleat_grants::record::{Claim as GrantClaim, Record, Refusal, Seal};
 
 /// The metadata key.
