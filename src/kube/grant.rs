@@ -1,13 +1,19 @@
 //! The custom resource `VolumeGrant`: the object of `cleat_grants` with its metadata.
 
 use std::borrow::Cow;
+use std::sync::Arc;
 
 use cleat_grants::controller::Until;
 use cleat_grants::limits::{MAX_MESSAGE, MAX_NODE, MAX_REASON, NAME, TEXT, WORD, text};
 use cleat_grants::object::{GrantSpec, GrantStatus, StoredGrant, Time, Version, readable};
 use kube::api::ObjectMeta;
 use kube::core::{ClusterResourceScope, Resource};
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::ser::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde_json::Value;
+
+use crate::preserve;
 
 /// The API group of cleat's custom resources.
 pub const GROUP: &str = "cleat.csi.storage";
@@ -52,20 +58,83 @@ const READABLE: usize = 56;
 const MAX_LABEL: usize = 63;
 
 /// A grant: which nodes may use a volume, and what is true on them. Cluster-scoped, one for each volume.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
+///
+/// It is written with everything that this build does not know, as the API server has it: [`preserve`].
+#[derive(Debug, Clone, PartialEq)]
 pub struct VolumeGrant {
-    #[serde(default = "api_version")]
-    api_version: String,
-    #[serde(default = "kind")]
-    kind: String,
     /// The metadata. The name follows from the volume: [`grant_name`].
     pub metadata: ObjectMeta,
     /// The decision: only the controller writes it.
     pub spec: GrantSpec,
     /// What is true on the nodes and at the storage.
-    #[serde(default)]
     pub status: Status,
+    /// What was read, if it has more than this build knows.
+    stored: Option<Arc<Content>>,
+}
+
+/// A grant as it was read, without its metadata.
+#[derive(Debug, Clone, PartialEq)]
+struct Content {
+    spec: Value,
+    status: Value,
+}
+
+/// The JSON of a grant, with the types of this build or without.
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Object<M, S, T> {
+    #[serde(default = "api_version")]
+    api_version: String,
+    #[serde(default = "kind")]
+    kind: String,
+    metadata: M,
+    spec: S,
+    #[serde(default)]
+    status: T,
+}
+
+impl<'de> Deserialize<'de> for VolumeGrant {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let object = Object::<ObjectMeta, Value, Option<Value>>::deserialize(deserializer)?;
+        let status = object.status.unwrap_or_else(|| Value::Object(serde_json::Map::new()));
+        let content = Content { spec: object.spec, status };
+        let (spec, status) = content.read().map_err(D::Error::custom)?;
+        let known = Content::of(&spec, &status).map_err(D::Error::custom)?;
+        let stored = (known != content).then(|| Arc::new(content));
+        Ok(Self { metadata: object.metadata, spec, status, stored })
+    }
+}
+
+impl Serialize for VolumeGrant {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut content = Content::of(&self.spec, &self.status).map_err(S::Error::custom)?;
+        if let Some(stored) = &self.stored {
+            content = stored.with(&content).map_err(S::Error::custom)?;
+        }
+        let Content { spec, status } = content;
+        let (api_version, kind, metadata) = (api_version(), kind(), &self.metadata);
+        Object { api_version, kind, metadata, spec, status }.serialize(serializer)
+    }
+}
+
+impl Content {
+    fn of(spec: &GrantSpec, status: &Status) -> serde_json::Result<Self> {
+        Ok(Self { spec: serde_json::to_value(spec)?, status: serde_json::to_value(status)? })
+    }
+
+    fn read(&self) -> serde_json::Result<(GrantSpec, Status)> {
+        Ok((GrantSpec::deserialize(&self.spec)?, Status::deserialize(&self.status)?))
+    }
+
+    /// Returns this content with the changes of `after`.
+    fn with(&self, after: &Self) -> serde_json::Result<Self> {
+        let (spec, status) = self.read()?;
+        let before = Self::of(&spec, &status)?;
+        let mut content = self.clone();
+        preserve::apply(&mut content.spec, &before.spec, &after.spec);
+        preserve::apply(&mut content.status, &before.status, &after.status);
+        Ok(content)
+    }
 }
 
 /// The status of a grant.
@@ -148,8 +217,7 @@ impl VolumeGrant {
             finalizers: Some(vec![FINALIZER.to_owned()]),
             ..ObjectMeta::default()
         };
-        let (api_version, kind) = (api_version(), kind());
-        let mut grant = Self { api_version, kind, metadata, spec, status: Status::default() };
+        let mut grant = Self { metadata, spec, status: Status::default(), stored: None };
         grant.show_nodes();
         grant
     }
@@ -268,7 +336,8 @@ fn kind() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cleat_grants::object::Generation;
+    use cleat_grants::object::{Generation, NodeEntry};
+    use serde_json::json;
 
     #[test]
     fn names_are_valid_and_differ() {
@@ -325,6 +394,37 @@ mod tests {
         grant.spec.holders.truncate(1);
         grant.show_nodes();
         assert_eq!(others(&grant), None);
+    }
+
+    #[test]
+    fn a_write_keeps_what_this_build_does_not_know() {
+        let condition = json!({
+            "type": "SafeToMount", "status": "True", "reason": "Invented", "invented": "x",
+            "generation": 3, "lastTransitionTime": "2030-01-01T00:00:00.5Z",
+        });
+        let foreign = json!({
+            "node": "b", "generation": 3, "intents": 1, "invented": [1],
+            "conditions": [condition, { "type": "Invented", "status": "True" }],
+        });
+        let object = json!({
+            "apiVersion": api_version(), "kind": KIND,
+            "metadata": { "name": "v", "resourceVersion": "7" },
+            "spec": { "holders": [], "generation": 3, "invented": true },
+            "status": { "nodes": [foreign, { "node": 1 }], "invented": {} },
+        });
+        let mut grant: VolumeGrant = serde_json::from_value(object.clone()).unwrap();
+        assert_eq!(serde_json::to_value(&grant).unwrap(), object);
+        let entry = grant.status.grant.nodes[0].clone();
+        let own = NodeEntry { node: "a".to_owned(), generation: Generation(3), ..entry };
+        grant.status.grant.nodes.push(own.clone());
+        grant.spec.generation = Generation(4);
+        let mut expected = object;
+        expected["spec"]["generation"] = json!(4);
+        expected["status"]["nodes"].as_array_mut().unwrap().push(json!(own));
+        assert_eq!(serde_json::to_value(&grant).unwrap(), expected);
+        // One that has nothing unknown is kept once only.
+        let plain = serde_json::to_value(VolumeGrant::new("d", "v", GrantSpec::default())).unwrap();
+        assert!(serde_json::from_value::<VolumeGrant>(plain).unwrap().stored.is_none());
     }
 
     #[test]

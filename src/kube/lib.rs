@@ -40,6 +40,7 @@ mod metrics;
 mod mirror;
 mod nodes;
 mod persistent_volumes;
+mod preserve;
 mod queue;
 mod remediation;
 mod renewals;

@@ -56,7 +56,12 @@ fn reason(entry: &NodeEntry, signal: Signal) -> Option<Reason> {
 }
 
 /// Waits until a node reports that a volume can be mounted.
-async fn mounted(world: &World, handle: &str, node: &TestNode, at: Generation) -> NodeEntry {
+pub(crate) async fn mounted(
+    world: &World,
+    handle: &str,
+    node: &TestNode,
+    at: Generation,
+) -> NodeEntry {
     let is_mounted = |entry: &NodeEntry| is(entry, Signal::SafeToMount, Truth::True, at);
     entry(world, handle, node, "SafeToMount", is_mounted).await
 }

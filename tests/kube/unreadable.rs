@@ -11,8 +11,10 @@ use kube::api::{Api, ListParams, Patch, PatchParams};
 use serde_json::{Value, json};
 use tonic::codegen::http::Request;
 
+use crate::agent::{image, mounted};
 use crate::control_plane::{ControlPlane, NAMESPACE, node_token};
 use crate::fixture::{HANDLE, World, eventually, run_on};
+use crate::node::TestNode;
 
 /// Returns the path of a grant.
 fn path(world: &World, handle: &str) -> String {
@@ -179,6 +181,58 @@ fn a_grant_that_cannot_be_read_is_never_free_and_hides_no_other_one() {
         let all = world.all::<VolumeGrant>();
         let grant = all.get(&grant).await.unwrap();
         assert!(grant.spec.holders.is_empty());
+        controller.stop().await;
+    });
+}
+
+#[test]
+fn an_agent_and_a_controller_keep_what_another_build_has_written() {
+    run_on(ControlPlane::of_another_build(), async |world: World| {
+        let controller = world.controller();
+        let a = TestNode::start(&world, "a").await;
+        let handle = &image("other-build").await;
+        let attachment = world.attach(&world.volume("v", handle).await, &a.name).await;
+        let generation = world.attached(&attachment).await;
+        let condition = |kind: &str| {
+            json!({
+                "type": kind, "status": "Unknown", "reason": "Invented", "invented": "x",
+                "generation": 1, "lastTransitionTime": "2030-01-01T00:00:00.123456Z",
+            })
+        };
+        let foreign = json!({
+            "node": "foreign", "generation": 0, "invented": "y",
+            "conditions": [condition("Invented"), condition("SafeToMount")],
+        });
+        let mut grant = stored(&world, handle).await;
+        grant["status"] = json!({ "nodes": [foreign], "invented": "z" });
+        put_status(&world.client, &world, handle, &grant).await.unwrap();
+        let check = async |when: &str| {
+            let status = &stored(&world, handle).await["status"];
+            assert_eq!(
+                (&status["nodes"][0], &status["invented"]),
+                (&foreign, &json!("z")),
+                "{when}"
+            );
+        };
+
+        // The policy compares the entries of other nodes exactly.
+        a.stage(handle).await.unwrap();
+        mounted(&world, handle, &a, generation).await;
+        check("after the writes of the agent").await;
+        a.use_device(handle, true);
+        world.detach(&attachment).await;
+        world.revoked(handle, &a.name).await;
+        eventually("the controller writes what it waits for", async || {
+            (!world.grant(handle).await?.status.waiting.is_empty()).then_some(())
+        })
+        .await;
+        check("after the writes of the controller").await;
+        a.use_device(handle, false);
+        a.unmapped(handle).await;
+        world.gone(&attachment).await;
+        let is_free = world.grant(handle).await.unwrap().spec.holders.is_empty();
+        assert!(is_free);
+        check("at the end").await;
         controller.stop().await;
     });
 }
