@@ -154,6 +154,7 @@ pub struct NodeEntry {
     /// The hash of the machine id of the node that has written the entry; none if it is not known. Another machine may
     /// get the name of the node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "schema", schemars(length(max = MAX_REASON), regex(pattern = WORD)))]
     pub machine: Option<String>,
     /// The signals.
     #[serde(default, deserialize_with = "readable", skip_serializing_if = "Vec::is_empty")]

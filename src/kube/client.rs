@@ -2,16 +2,41 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use cleat_core::error::{Error, ErrorKind, Result};
-use hyper::{Method, Request};
+use hyper::body::Incoming;
+use hyper::{Method, Request, Response};
+use hyper_util::client::legacy;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
 use kube::Client;
-use kube::client::{Body, ClientBuilder};
+use kube::client::retry::RetryPolicy;
+use kube::client::{Body, ClientBuilder, ConfigExt};
 use kube::config::{KubeConfigOptions, Kubeconfig};
-use tower::util::MapRequestLayer;
+use tower::retry::RetryLayer;
+use tower::util::{BoxService, MapFutureLayer, MapRequestLayer};
+use tower::{BoxError, ServiceBuilder};
 
 use crate::api::CALL_TIMEOUT;
 use crate::metrics::Metrics;
+
+/// How long a connection may be silent before the kernel probes it, and the time between two probes. An idle watch sends
+/// nothing, so that only a probe shows that the connection is dead.
+const PROBE_AFTER: Duration = Duration::from_secs(10);
+const PROBE_INTERVAL: Duration = Duration::from_secs(5);
+
+/// The number of probes without an answer after which the kernel closes a connection.
+const PROBES: u32 = 3;
+
+/// How long the kernel waits for the acknowledgement of what was sent before it closes a connection.
+const UNACKNOWLEDGED_TIMEOUT: Duration = Duration::from_secs(15);
+
+/// How long a request waits for the beginning of its answer. The API server begins the answer to a watch at once.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The service of the client: sends a request, and returns the answer.
+type Requests = BoxService<Request<Body>, Response<Incoming>, BoxError>;
 
 /// Makes the client of the API server. Without `kubeconfig`, uses that of the environment or the service account of
 /// the pod. Does not connect.
@@ -27,7 +52,7 @@ pub(crate) async fn connect(kubeconfig: Option<&Path>) -> Result<Client> {
 /// # Errors
 /// As [`connect`]; also if there is no such context.
 pub(crate) async fn connect_as(kubeconfig: Option<&Path>, context: Option<&str>) -> Result<Client> {
-    Client::try_from(settings(kubeconfig, context).await?).map_err(|error| no_client(&error))
+    Ok(builder(&settings(kubeconfig, context).await?)?.build())
 }
 
 /// As [`connect`], with a client whose requests are counted.
@@ -38,12 +63,53 @@ pub(crate) async fn connect_counted(
     kubeconfig: Option<&Path>,
     metrics: Arc<Metrics>,
 ) -> Result<Client> {
-    let builder = ClientBuilder::try_from(settings(kubeconfig, None).await?);
+    let builder = builder(&settings(kubeconfig, None).await?)?;
     let count = MapRequestLayer::new(move |request: Request<Body>| {
         metrics.request(verb(&request));
         request
     });
-    Ok(builder.map_err(|error| no_client(&error))?.with_layer(&count).build())
+    Ok(builder.with_layer(&count).build())
+}
+
+/// Makes a client as kube does, whose connections end when the API server is not there any more.
+fn builder(settings: &kube::Config) -> Result<ClientBuilder<Requests>> {
+    if settings.proxy_url.is_some() {
+        let message = "cannot reach the API server by a proxy: this is not supported";
+        return Err(Error::new(ErrorKind::InvalidArgument, message).with_repair(
+            "remove proxy-url from the kubeconfig, or unset the variable HTTPS_PROXY",
+        ));
+    }
+    let mut tcp = HttpConnector::new();
+    tcp.enforce_http(false);
+    tcp.set_connect_timeout(Some(CALL_TIMEOUT));
+    tcp.set_keepalive(Some(PROBE_AFTER));
+    tcp.set_keepalive_interval(Some(PROBE_INTERVAL));
+    tcp.set_keepalive_retries(Some(PROBES));
+    tcp.set_tcp_user_timeout(Some(UNACKNOWLEDGED_TIMEOUT));
+    let failed = |error| no_client(&error);
+    let tls = settings.rustls_https_connector_with_connector(tcp).map_err(failed)?;
+    let requests: legacy::Client<_, Body> =
+        legacy::Client::builder(TokioExecutor::new()).build(tls);
+    let retry = settings.default_retry.then(|| RetryLayer::new(RetryPolicy::server_retry()));
+    let service = ServiceBuilder::new()
+        .layer(BoxService::layer())
+        .layer(settings.base_uri_layer())
+        .option_layer(retry)
+        .option_layer(settings.auth_layer().map_err(failed)?)
+        .layer(settings.extra_headers_layer().map_err(failed)?)
+        .layer(MapFutureLayer::new(within_time))
+        .service(requests);
+    Ok(ClientBuilder::new(service, settings.default_namespace.clone()))
+}
+
+/// Limits the time until the answer to a request begins.
+async fn within_time<T, E: Into<BoxError>>(
+    request: impl Future<Output = std::result::Result<T, E>>,
+) -> std::result::Result<T, BoxError> {
+    match tokio::time::timeout(HEAD_TIMEOUT, request).await {
+        Ok(answer) => answer.map_err(Into::into),
+        Err(_) => Err("the API server did not answer in time".into()),
+    }
 }
 
 fn no_client(error: &kube::Error) -> Error {
@@ -79,22 +145,20 @@ async fn settings(kubeconfig: Option<&Path>, context: Option<&str>) -> Result<ku
             })?),
             (None, None) => None,
         };
-    let mut settings = match read {
+    match read {
         Some(read) => {
             let what = "cannot use the kubeconfig";
             let context = context.map(str::to_owned);
             let options = KubeConfigOptions { context, ..KubeConfigOptions::default() };
             kube::Config::from_custom_kubeconfig(read, &options)
                 .await
-                .map_err(|error| invalid(what, &error))?
+                .map_err(|error| invalid(what, &error))
         }
         None => kube::Config::infer().await.map_err(|error| {
             invalid("cannot find the API server", &error)
                 .with_repair("name a kubeconfig file, or run in a pod with a service account")
-        })?,
-    };
-    settings.connect_timeout = Some(CALL_TIMEOUT);
-    Ok(settings)
+        }),
+    }
 }
 
 /// Returns the error on one line. The errors of the client include the text of their causes.
@@ -106,7 +170,51 @@ fn invalid(what: &str, error: &dyn std::error::Error) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+    use std::net::TcpListener;
+
+    use tokio::time::Instant;
+
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_request_whose_answer_does_not_begin_fails() {
+        let silent = std::future::pending::<std::result::Result<(), BoxError>>();
+        let error = within_time(silent).await.unwrap_err();
+        assert_eq!(error.to_string(), "the API server did not answer in time");
+        assert!(within_time(async { Ok::<_, BoxError>(()) }).await.is_ok());
+    }
+
+    #[tokio::test]
+    async fn the_kernel_probes_a_connection_on_which_nothing_is_sent() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let settings = kube::Config::new(format!("http://127.0.0.1:{port}").parse().unwrap());
+        let client = builder(&settings).unwrap().build();
+        let accepted = tokio::task::spawn_blocking(move || {
+            let mut connection = listener.accept().unwrap().0;
+            connection.read_exact(&mut [0; 4]).unwrap();
+            connection
+        });
+        let asking = tokio::spawn(async move { client.apiserver_version().await });
+        let _connection = accepted.await.unwrap();
+        // The column `tr` is 02 while only a probe is due. Until the request is acknowledged, it is another one.
+        let deadline = Instant::now() + CALL_TIMEOUT;
+        while timer_of(port) != "02" {
+            assert!(Instant::now() < deadline, "the kernel does not probe the connection");
+            tokio::task::yield_now().await;
+        }
+        asking.abort();
+    }
+
+    /// Returns the kind of the kernel's timer of the connection to a port of this machine.
+    fn timer_of(port: u16) -> String {
+        let connections = std::fs::read_to_string("/proc/net/tcp").unwrap();
+        let to = format!("0100007F:{port:04X}");
+        let known = connections.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+        let known = known.filter(|columns| columns.get(2) == Some(&to.as_str())).next();
+        known.map(|columns| columns[5][..2].to_owned()).unwrap_or_default()
+    }
 
     #[test]
     fn a_watch_is_told_from_a_read() {

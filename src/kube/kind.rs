@@ -5,7 +5,9 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use cleat_core::error::{Error, ErrorKind, Result};
+use futures::Stream;
 use kube::api::{Api, ListParams, ObjectMeta, Patch, PatchParams};
+use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Resource, ResourceExt};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -14,6 +16,11 @@ use serde_json::{Value, json};
 use crate::api::{self, call};
 use crate::guard::Guarded;
 use crate::mirror::{Index, Mirror};
+
+/// The time after which the API server ends a watch, in seconds. A watch that has shown nothing for 5 s longer is given up:
+/// its connection may be dead, which nothing else shows while no object changes. The next watch continues at the version
+/// that the last one has reached, without a list.
+const WATCH_TIMEOUT_S: u32 = 30;
 
 /// All objects of one kind, and the API to change them.
 #[derive(Debug)]
@@ -30,13 +37,27 @@ where
         Self { api, mirror: Mirror::new(name_of, indexes) }
     }
 
+    /// Watches the objects that the labels `selector` select; all of them, if it is empty. An object that cannot be read
+    /// hides no other one.
+    pub(crate) fn watch(
+        &self,
+        selector: &str,
+    ) -> impl Stream<Item = watcher::Result<Event<Guarded<K>>>> + Send + use<K>
+    where
+        K: Send,
+    {
+        let settings = watcher::Config::default().timeout(WATCH_TIMEOUT_S);
+        let is_limited = !selector.is_empty();
+        let settings = if is_limited { settings.labels(selector) } else { settings };
+        watcher(self.guarded(), settings)
+    }
+
     /// As [`Kind::new`], for objects in namespaces: their names in the mirror are NAMESPACE/NAME.
     pub(crate) fn of_namespaces(api: Api<K>, indexes: &'static [Index<K>]) -> Self {
         Self { api, mirror: Mirror::new(full_name_of, indexes) }
     }
 
-    /// Returns the API for a watch: an object that cannot be read hides no other one.
-    pub(crate) fn guarded(&self) -> Api<Guarded<K>> {
+    fn guarded(&self) -> Api<Guarded<K>> {
         let client = self.api.clone().into_client();
         match self.api.namespace() {
             Some(namespace) => Api::namespaced_with(client, namespace, &()),
@@ -126,4 +147,59 @@ pub(crate) fn full_name_of(metadata: &ObjectMeta) -> String {
 /// Returns the name of an object without its namespace.
 pub(crate) fn name_of(metadata: &ObjectMeta) -> String {
     metadata.name.clone().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+    use std::pin::pin;
+    use std::sync::Mutex;
+    use std::time::Duration;
+
+    use futures::{StreamExt, stream};
+    use http_body_util::{BodyExt, Full, StreamBody};
+    use hyper::body::{Bytes, Frame};
+    use hyper::{Request, Response};
+    use k8s_openapi::api::core::v1::Node;
+    use kube::Client;
+    use kube::client::Body;
+
+    use super::*;
+
+    /// Returns a client of an API server that lists nothing and whose watches never show anything and never end, and the
+    /// queries that it gets.
+    fn silent() -> (Client, Arc<Mutex<Vec<String>>>) {
+        let asked = Arc::new(Mutex::new(Vec::new()));
+        let requests = Arc::clone(&asked);
+        let service = tower::service_fn(move |request: Request<Body>| {
+            let query = request.uri().query().unwrap_or_default().to_owned();
+            let list = json!({ "metadata": { "resourceVersion": "7" }, "items": [] }).to_string();
+            let body = if query.contains("watch=true") {
+                StreamBody::new(stream::pending::<Result<Frame<Bytes>, Infallible>>())
+                    .boxed_unsync()
+            } else {
+                Full::from(list).boxed_unsync()
+            };
+            requests.lock().unwrap().push(query);
+            async { Ok::<_, Infallible>(Response::new(body)) }
+        });
+        (Client::new(service, "default"), asked)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_watch_that_shows_nothing_begins_again_where_it_was_without_a_list() {
+        let (client, asked) = silent();
+        let nodes = Kind::<Node>::new(Api::all(client), &[]);
+        let mut events = pin!(nodes.watch("a=b"));
+        let watching = async { while events.next().await.is_some() {} };
+        assert!(tokio::time::timeout(Duration::from_secs(100), watching).await.is_err());
+        let asked = asked.lock().unwrap();
+        let watches: Vec<&String> =
+            asked.iter().filter(|query| query.contains("watch=true")).collect();
+        assert_eq!((asked.len() - watches.len(), watches.len()), (1, 3), "{asked:?}");
+        let continues = |query: &&String| {
+            query.contains("resourceVersion=7") && query.contains("labelSelector=a%3Db")
+        };
+        assert!(watches.iter().all(continues), "{watches:?}");
+    }
 }

@@ -11,7 +11,7 @@ use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, Pod};
 use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::runtime::WatchStreamExt;
-use kube::runtime::watcher::{self, Event, watcher};
+use kube::runtime::watcher::Event;
 use kube::{Resource, ResourceExt};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -183,8 +183,7 @@ fn feed<K>(
 {
     let cluster = Arc::clone(cluster);
     tasks.spawn(async move {
-        let api = kind(&cluster).guarded();
-        let mut events = pin!(watcher(api, watcher::Config::default()).default_backoff());
+        let mut events = pin!(kind(&cluster).watch("").default_backoff());
         while let Some(event) = events.next().await {
             let event = match event {
                 Ok(event) => event.modify(|object| object.managed_fields_mut().clear()),

@@ -8,7 +8,7 @@ use std::time::Duration;
 use cleat_core::error::{Error, ErrorKind, Result};
 use futures::StreamExt;
 use kube::api::{Api, ListParams};
-use kube::runtime::watcher::{self, Event, watcher};
+use kube::runtime::watcher::Event;
 use kube::{Client, ResourceExt};
 use tokio::task::JoinSet;
 
@@ -106,8 +106,7 @@ impl Shared {
         let Some(grants) = self.grants.get() else { return };
         let Shared { config, .. } = self;
         let selector = format!("{DRIVER_LABEL}={},{}", config.driver, node_label(&config.node));
-        let settings = watcher::Config::default().labels(&selector);
-        let mut events = pin!(watcher(grants.guarded(), settings));
+        let mut events = pin!(grants.watch(&selector));
         while let Some(event) = events.next().await {
             match event {
                 Ok(event) => self.apply(grants, event),
