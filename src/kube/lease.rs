@@ -12,12 +12,13 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use kube::api::{Api, ObjectMeta, PostParams};
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use crate::api::{self, call};
 
 /// The times of an election. A leader that dies without releasing the Lease is replaced after
-/// `duration + retry` at most.
+/// The times of an election. A leader that dies without releasing the Lease is replaced after `duration + retry`, and two
+/// seconds later if an attempt of the next one gets no answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timing {
     /// How long a Lease that does not change is valid.
@@ -34,6 +35,10 @@ impl Default for Timing {
         Self { duration: seconds(10), renew_deadline: seconds(7), retry: seconds(2) }
     }
 }
+
+/// How long a candidate waits for one attempt to take the Lease: the connection may be dead, and another attempt uses
+/// another one.
+const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// A candidate.
 pub(crate) struct Election {
@@ -64,7 +69,9 @@ impl Election {
     pub(crate) async fn acquire(&mut self) {
         let mut failed = false;
         loop {
-            match self.attempt().await {
+            let next = Instant::now() + self.timing.retry;
+            let attempt = timeout(ATTEMPT_TIMEOUT, self.attempt()).await;
+            match attempt.unwrap_or_else(|_| Err(no_answer())) {
                 Ok(true) => return,
                 Ok(false) => failed = false,
                 // A conflict means that another candidate was faster.
@@ -75,7 +82,7 @@ impl Election {
                     tracing::warn!("{}; trying again", api::message(&error));
                 }
             }
-            sleep(self.timing.retry).await;
+            sleep_until(next).await;
         }
     }
 
@@ -95,10 +102,7 @@ impl Election {
                 }
                 Ok(Err(error)) if now < deadline => tracing::warn!("{}", error.report()),
                 Ok(Err(error)) => return error,
-                Err(_) => {
-                    let message = "cannot renew the lease: the API server did not answer in time";
-                    return Error::new(ErrorKind::TimedOut, message);
-                }
+                Err(_) => return no_answer(),
             }
         }
     }
@@ -169,6 +173,11 @@ impl Election {
     }
 }
 
+fn no_answer() -> Error {
+    let message = "cannot take or renew the lease: the API server did not answer in time";
+    Error::new(ErrorKind::TimedOut, message)
+}
+
 /// Decides what to do about a Lease that has not changed for `unchanged`.
 fn decide(known: Option<&LeaseSpec>, wanted: LeaseSpec, unchanged: Duration) -> Attempt {
     let Some(known) = known else {
@@ -192,6 +201,14 @@ fn decide(known: Option<&LeaseSpec>, wanted: LeaseSpec, unchanged: Duration) -> 
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use hyper::{Request, Response};
+    use kube::Client;
+    use kube::client::Body;
+    use serde_json::json;
+
     use super::*;
 
     fn wanted(holder: &str) -> LeaseSpec {
@@ -226,10 +243,39 @@ mod tests {
         assert!(matches!(decide(None, wanted("b"), Duration::ZERO), Attempt::Create(_)));
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn an_attempt_without_an_answer_does_not_keep_a_candidate_from_the_next_one() {
+        let asked = Arc::new(AtomicUsize::new(0));
+        let requests = Arc::clone(&asked);
+        let service = tower::service_fn(move |request: Request<Body>| {
+            let number = requests.fetch_add(1, Ordering::Relaxed);
+            let lease = json!({ "metadata": {}, "spec": { "holderIdentity": "a" } });
+            let is_read = request.method() == "GET";
+            let missing = json!({
+                "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+                "message": "not found", "reason": "NotFound", "code": 404,
+            });
+            let (code, answer) = if is_read { (404, missing) } else { (201, lease) };
+            async move {
+                if number == 0 {
+                    std::future::pending::<()>().await;
+                }
+                Response::builder().status(code).body(Body::from(answer.to_string().into_bytes()))
+            }
+        });
+        let leases = Api::namespaced(Client::new(service, "default"), "default");
+        let mut election = Election::new(leases, "lease", "a", Timing::default());
+        let begun = Instant::now();
+        election.acquire().await;
+        assert_eq!(asked.load(Ordering::Relaxed), 3);
+        assert_eq!(begun.elapsed(), ATTEMPT_TIMEOUT);
+    }
+
     #[test]
     fn the_default_times_replace_a_dead_leader_within_15_s() {
         let Timing { duration, renew_deadline, retry } = Timing::default();
-        assert!(duration + retry <= Duration::from_secs(15));
+        // The one attempt that does not end may begin just before the lease expires.
+        assert!(duration + retry.max(ATTEMPT_TIMEOUT) < Duration::from_secs(15));
         assert!(
             renew_deadline + retry <= duration,
             "an old leader stops before the next one starts"
