@@ -1,6 +1,8 @@
 //! For unit tests: an API server that has only VolumeAttachments, a storage without volumes, and a cluster with both.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::fmt::{Debug, Formatter};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -51,6 +53,14 @@ pub(crate) fn cluster(attachments: Vec<VolumeAttachment>) -> (Cluster, Asked) {
 pub(crate) fn cluster_of(
     answer: impl Fn(&str, &str) -> (u16, Value) + Clone + Send + 'static,
 ) -> Cluster {
+    cluster_with(answer, Arc::new(NoVolumes))
+}
+
+/// As [`cluster_of`], with a storage.
+pub(crate) fn cluster_with(
+    answer: impl Fn(&str, &str) -> (u16, Value) + Clone + Send + 'static,
+    storage: Arc<dyn Storage>,
+) -> Cluster {
     let service = tower::service_fn(move |request: Request<Body>| {
         let path = request.uri().path_and_query().map(ToString::to_string).unwrap_or_default();
         let (code, body) = answer(request.method().as_str(), &path);
@@ -74,7 +84,7 @@ pub(crate) fn cluster_of(
     };
     let client = Client::new(service, "default");
     let (metrics, random) = (Arc::new(Metrics::default()), Random::seeded(1));
-    Cluster::new(&client, &config, Arc::new(NoVolumes), metrics, random)
+    Cluster::new(&client, &config, storage, metrics, random)
 }
 
 /// Answers a list with a selector of one label, or a read of one object.
@@ -132,5 +142,49 @@ impl Fencing for NoVolumes {
 
     fn release(&self, _: &str, _: &str, _: Instant) -> Result<()> {
         Self::missing()
+    }
+}
+
+/// A storage whose volumes have all one record. The calls are counted.
+#[derive(Clone, Default)]
+pub(crate) struct OneRecord {
+    pub(crate) record: Arc<Mutex<Record>>,
+    pub(crate) reads: Arc<AtomicUsize>,
+    pub(crate) fences: Arc<AtomicUsize>,
+    /// Called when the record is read.
+    pub(crate) on_read: Arc<OnceLock<Box<dyn Fn() + Send + Sync>>>,
+}
+
+impl Debug for OneRecord {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("OneRecord").finish_non_exhaustive()
+    }
+}
+
+impl Storage for OneRecord {
+    fn find(&self, _: &str) -> Result<Backing> {
+        Ok(Backing::Granted(Arc::new(self.clone())))
+    }
+}
+
+impl Fencing for OneRecord {
+    fn record(&self, _: Instant) -> Result<Record> {
+        self.reads.fetch_add(1, Ordering::SeqCst);
+        let record = self.record.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        self.on_read.get().iter().for_each(|called| called());
+        Ok(record)
+    }
+
+    fn fence(&self, _: &Target, _: Instant) -> Result<()> {
+        self.fences.fetch_add(1, Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn unfence(&self, _: &str, _: Instant) -> Result<()> {
+        Ok(())
+    }
+
+    fn release(&self, _: &str, _: &str, _: Instant) -> Result<()> {
+        Ok(())
     }
 }

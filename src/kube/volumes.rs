@@ -37,19 +37,23 @@ const REQUEST_DELAY: Duration = Duration::from_millis(500);
 
 /// Decides about the volume of the grant `name` until it has to wait.
 pub(crate) async fn decide(cluster: &Cluster, name: &str) -> Result<Next> {
-    // The inner one is `None` if the volume does not exist.
-    let mut read: Option<Option<Record>> = None;
+    let mut read: Option<ReadRecord> = None;
     for _ in 0..MAX_STEPS {
         let Some(volume) = ObservedVolume::observe(cluster, name)? else { return Ok(Next::Done) };
         let stored = volume.grant.as_deref().map(VolumeGrant::stored);
         let (requests, nodes) = (&volume.requests, &volume.nodes);
-        let (none, is_gone) = (Record::default(), matches!(read, Some(None)));
-        let record = read.as_ref().map(|known| known.as_ref().unwrap_or(&none));
+        read = read.filter(|known| known.is_of(&volume));
+        let none = Record::default();
+        let is_gone = read.as_ref().is_some_and(|known| known.record.is_none());
+        let record = read.as_ref().map(|known| known.record.as_ref().unwrap_or(&none));
         let view = View { grant: stored.as_ref(), requests, nodes, record, is_gone };
         let now = api::now();
         match controller::decide(&view, &cluster.config.policy, now) {
             Step::Wait(waiting) => return volume.wait(&waiting, now).await,
-            Step::ReadRecord => read = Some(volume.read_record().await?),
+            Step::ReadRecord => {
+                let record = volume.read_record().await?;
+                read = Some(ReadRecord { version: volume.version(), record });
+            }
             Step::WriteSpec { change: Change::Revoked(node, _, reason), .. }
                 if reason == RevocationReason::NotRequested
                     && volume.is_requested(&node).await? =>
@@ -70,6 +74,23 @@ pub(crate) async fn decide(cluster: &Cluster, name: &str) -> Result<Next> {
         }
     }
     Ok(Next::After(Duration::ZERO))
+}
+
+/// A record that was read.
+struct ReadRecord {
+    /// The version of the grant that was observed before; none if there was no grant.
+    version: Option<String>,
+    /// `None` if the volume does not exist, and nothing requested it.
+    record: Option<Record>,
+}
+
+impl ReadRecord {
+    /// Returns whether a decision about `volume` may depend on the record: a claim could have been made between the read
+    /// and a newer version of the grant.
+    fn is_of(&self, volume: &ObservedVolume<'_>) -> bool {
+        let is_requested = !volume.requests.is_empty();
+        self.version == volume.version() && !(self.record.is_none() && is_requested)
+    }
 }
 
 /// Returns what is done after a step.
@@ -142,6 +163,11 @@ impl<'a> ObservedVolume<'a> {
         let grant = cluster.grants.mirror.get(name);
         let (requests, nodes) = (Vec::new(), BTreeMap::new());
         Some(Self { cluster, name, handle: handle.to_owned(), storage, grant, requests, nodes })
+    }
+
+    /// Returns the version of the grant.
+    fn version(&self) -> Option<String> {
+        self.grant.as_ref()?.resource_version()
     }
 
     /// Carries out a step that changes something.
@@ -415,6 +441,11 @@ pub(crate) fn attachment_name(handle: &str, driver: &str, node: &str) -> String 
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::Ordering;
+
+    use cleat_grants::object::{
+        Condition, Generation, Holder, Mode, NodeEntry, Reason, Signal, Truth,
+    };
     use kube::runtime::watcher::Event;
 
     use super::*;
@@ -470,6 +501,49 @@ mod tests {
         cluster.attachments.mirror.apply(Event::Apply(ending));
         assert!(!volume(&cluster, &name).is_requested("a").await.unwrap());
         assert!(asked.lock().unwrap().is_empty());
+    }
+
+    /// A grant whose node has to release the volume since long, at a version of the object.
+    fn revoked(version: u64, has_released: bool) -> VolumeGrant {
+        let generation = Generation(1);
+        let holder = Holder {
+            node: "a".to_owned(),
+            generation,
+            mode: Mode::ReadWrite,
+            revoked: true,
+            since: Time(0),
+            pod_uids: Vec::new(),
+        };
+        let spec = GrantSpec { generation, holders: vec![holder] };
+        let mut grant = VolumeGrant::new(DRIVER, HANDLE, spec);
+        grant.metadata.resource_version = Some(version.to_string());
+        let mut entry = NodeEntry { node: "a".to_owned(), generation, ..NodeEntry::default() };
+        entry.set(Condition {
+            kind: Signal::SafeToDetach,
+            status: if has_released { Truth::True } else { Truth::False },
+            reason: Reason::Released,
+            message: String::new(),
+            generation,
+            last_transition_time: Time(0),
+        });
+        grant.status.grant.nodes.push(entry);
+        grant
+    }
+
+    #[tokio::test]
+    async fn a_record_is_read_again_when_the_grant_has_changed_since() {
+        let storage = fake::OneRecord::default();
+        let cluster = fake::cluster_with(|_, _| (500, json!({})), Arc::new(storage.clone()));
+        let cluster = Arc::new(cluster);
+        cluster.grants.mirror.put(revoked(1, true));
+        // The watch shows the next version while the first record is read.
+        let shown = Arc::downgrade(&cluster);
+        let show = move || drop(shown.upgrade().unwrap().grants.mirror.put(revoked(2, true)));
+        assert!(storage.on_read.set(Box::new(show)).is_ok());
+        // Then it writes that the node is free, which fails here.
+        let name = grant_name(DRIVER, HANDLE);
+        assert!(decide(&cluster, &name).await.is_err());
+        assert_eq!(storage.reads.load(Ordering::SeqCst), 2);
     }
 
     #[test]
