@@ -110,7 +110,7 @@ async fn unpublish(
 ) -> Result<()> {
     let grant = grant_name(&cluster.config.driver, volume);
     let nodes = match node_id {
-        Some(id) => vec![detached_node(cluster, &grant, id)],
+        Some(id) => vec![detached_node(cluster, &grant, id).await?],
         None => {
             let known = cluster.grants.refresh(&grant).await?;
             let holders = known.iter().flat_map(|grant| &grant.spec.holders);
@@ -294,17 +294,39 @@ fn known_node(cluster: &Cluster, id: &str) -> Option<String> {
         .map(|n| n.name_any())
 }
 
-/// Returns the node with this id, also if it is gone: from the attachments of the volume, or its name. Nodes of cleat
-/// have their names as ids.
-fn detached_node(cluster: &Cluster, grant: &str, id: &str) -> String {
-    let recorded = || {
-        let attachments = cluster.attachments_of(grant);
-        let has_id = |known: &&Arc<VolumeAttachment>| {
-            known.annotations().get(NODE_ID_ANNOTATION).is_some_and(|known| known == id)
-        };
-        attachments.iter().find(has_id).map(|known| known.spec.node_name.clone())
+/// Returns the node with this id, also if it is gone. Nodes of cleat have their names as ids, so a node with the volume
+/// and this name comes first, and then the node whose attachment has recorded the id. CSINodes do not count: the kubelet of
+/// a node writes its own, and could name itself as another node that still has the volume.
+async fn detached_node(cluster: &Cluster, grant: &str, id: &str) -> Result<String> {
+    let requests = cluster.attachments_of(grant);
+    let Some(recorded) = recorded_node(cluster, &requests, id).filter(|node| node != id) else {
+        return Ok(id.to_owned());
     };
-    known_node(cluster, id).or_else(recorded).unwrap_or_else(|| id.to_owned())
+    if requests.iter().any(|known| known.spec.node_name == id) {
+        return Ok(id.to_owned());
+    }
+    // The mirror may be old, and the wrong node would be told from a holder too late.
+    let known = cluster.grants.refresh(grant).await?;
+    let mut holders = known.iter().flat_map(|grant| &grant.spec.holders);
+    let is_holder = holders.any(|holder| holder.node == id);
+    Ok(if is_holder { id.to_owned() } else { recorded })
+}
+
+/// Returns the node whose attachment has recorded this id: one of the volume, or another one, because a withdrawn request
+/// does not name its volume any more.
+fn recorded_node(
+    cluster: &Cluster,
+    requests: &[Arc<VolumeAttachment>],
+    id: &str,
+) -> Option<String> {
+    let has_id = |known: &&Arc<VolumeAttachment>| {
+        let is_ours = known.spec.attacher == cluster.config.driver;
+        let recorded = known.annotations().get(NODE_ID_ANNOTATION);
+        is_ours && recorded.is_some_and(|recorded| recorded == id)
+    };
+    let node = |known: &Arc<VolumeAttachment>| known.spec.node_name.clone();
+    let of_volume = requests.iter().find(has_id).map(node);
+    of_volume.or_else(|| cluster.attachments.mirror.all().iter().find(has_id).map(node))
 }
 
 fn other_mode(source: &Source, node: &str, mode: Mode) -> Error {
@@ -313,4 +335,70 @@ fn other_mode(source: &Source, node: &str, mode: Mode) -> Error {
         source.handle, source.mode
     );
     Error::new(ErrorKind::AlreadyExists, message).with_repair("detach it first")
+}
+
+#[cfg(test)]
+mod tests {
+    use cleat_grants::object::{Generation, GrantSpec, Holder, Time};
+
+    use super::*;
+    use crate::fake::{self, DRIVER};
+    use crate::grant::VolumeGrant;
+
+    const HANDLE: &str = "rbd/c/p//v";
+
+    /// Returns a cluster with a grant of the nodes `holders`, and with an attachment on the node `other` that has recorded
+    /// the id `victim`, as the CSINode of `other` says. The attachment asks for the volume, or has withdrawn its request.
+    fn cluster(holders: &[&str], asks: bool) -> Cluster {
+        let holder = |node: &&str| Holder {
+            node: (*node).to_owned(),
+            generation: Generation(1),
+            mode: Mode::ReadWrite,
+            revoked: false,
+            since: Time(0),
+            pod_uids: Vec::new(),
+        };
+        let holders = holders.iter().map(holder).collect();
+        let spec = GrantSpec { generation: Generation(1), holders };
+        let mut grant = VolumeGrant::new(DRIVER, HANDLE, spec);
+        grant.metadata.resource_version = Some("1".to_owned());
+        let stored = json!(grant);
+        let cluster = fake::cluster_of(move |_, _| (200, stored.clone()));
+        let registered = json!({
+            "metadata": { "name": "other", "resourceVersion": "1" },
+            "spec": { "drivers": [{ "name": DRIVER, "nodeID": "victim" }] },
+        });
+        cluster.csi_nodes.mirror.put(serde_json::from_value(registered).unwrap());
+        let mut annotations = json!({ NODE_ID_ANNOTATION: "victim" });
+        if asks {
+            annotations[VOLUME_ANNOTATION] = json!(HANDLE);
+        }
+        let attachment = json!({
+            "metadata": { "name": "by-other", "resourceVersion": "1", "annotations": annotations },
+            "spec": { "attacher": DRIVER, "nodeName": "other", "source": {} },
+        });
+        cluster.attachments.mirror.put(serde_json::from_value(attachment).unwrap());
+        cluster
+    }
+
+    async fn detached(cluster: &Cluster, id: &str) -> String {
+        detached_node(cluster, &grant_name(DRIVER, HANDLE), id).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_detach_is_about_the_holder_with_that_name_whatever_another_node_calls_itself() {
+        for asks in [true, false] {
+            assert_eq!(detached(&cluster(&["victim"], asks), "victim").await, "victim");
+            assert_eq!(detached(&cluster(&["other", "victim"], asks), "victim").await, "victim");
+            // The driver gives its nodes other ids than their names.
+            assert_eq!(detached(&cluster(&["other"], asks), "victim").await, "other");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_node_that_is_only_known_by_its_csi_node_is_not_another_one() {
+        let cluster = cluster(&[], true);
+        cluster.attachments.mirror.remove("by-other");
+        assert_eq!(detached(&cluster, "victim").await, "victim");
+    }
 }
