@@ -7,6 +7,9 @@ use std::time::Instant;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::random::Random;
+use cleat_grants::object::{
+    Condition, Generation, GrantSpec, Holder, Mode, NodeEntry, Reason, Signal, Time, Truth,
+};
 use cleat_grants::policy::Policy;
 use cleat_grants::record::{Record, Target};
 use hyper::{Request, Response};
@@ -17,6 +20,7 @@ use serde_json::{Value, json};
 
 use crate::cluster::Cluster;
 use crate::config::{Config, SWEEP_PERIOD};
+use crate::grant::VolumeGrant;
 use crate::lease::Timing;
 use crate::metrics::Metrics;
 use crate::storage::{Backing, Fencing, Storage};
@@ -101,14 +105,17 @@ fn answer(attachments: &[VolumeAttachment], path: &str) -> (u16, Value) {
     let name = path.rsplit('/').next().unwrap_or_default().trim_end_matches('?');
     match attachments.iter().find(|known| known.name_any() == name) {
         Some(known) => (200, json!(known)),
-        None => {
-            let status = json!({
-                "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-                "message": "not found", "reason": "NotFound", "code": 404,
-            });
-            (404, status)
-        }
+        None => not_found(),
     }
+}
+
+/// The answer about an object that does not exist.
+pub(crate) fn not_found() -> (u16, Value) {
+    let status = json!({
+        "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+        "message": "not found", "reason": "NotFound", "code": 404,
+    });
+    (404, status)
 }
 
 /// A storage that has none of the volumes that it can fence.
@@ -143,6 +150,33 @@ impl Fencing for NoVolumes {
     fn release(&self, _: &str, _: &str, _: Instant) -> Result<()> {
         Self::missing()
     }
+}
+
+/// Returns a grant whose node `a` has to release the volume since long, at a version of the object.
+pub(crate) fn revoked(handle: &str, version: u64, has_released: bool) -> VolumeGrant {
+    let generation = Generation(1);
+    let holder = Holder {
+        node: "a".to_owned(),
+        generation,
+        mode: Mode::ReadWrite,
+        revoked: true,
+        since: Time(0),
+        pod_uids: Vec::new(),
+    };
+    let mut grant =
+        VolumeGrant::new(DRIVER, handle, GrantSpec { generation, holders: vec![holder] });
+    grant.metadata.resource_version = Some(version.to_string());
+    let mut entry = NodeEntry { node: "a".to_owned(), generation, ..NodeEntry::default() };
+    entry.set(Condition {
+        kind: Signal::SafeToDetach,
+        status: if has_released { Truth::True } else { Truth::False },
+        reason: if has_released { Reason::Released } else { Reason::Mapped },
+        message: String::new(),
+        generation,
+        last_transition_time: Time(0),
+    });
+    grant.status.grant.nodes.push(entry);
+    grant
 }
 
 /// A storage whose volumes have all one record. The calls are counted.

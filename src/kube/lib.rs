@@ -36,6 +36,7 @@ mod heartbeat;
 mod kind;
 mod leader;
 mod lease;
+mod lost;
 mod metrics;
 mod mirror;
 mod nodes;

@@ -148,7 +148,8 @@ fn controller_rules() -> Value {
         rule(storage, &["volumeattachments"], &["get", "list", "watch", "patch"]),
         rule(storage, &["volumeattachments/status"], &["patch"]),
         rule("", &["persistentvolumes"], &["get", "list", "watch", "patch"]),
-        rule("", &["nodes"], &watch),
+        // A node is read again before it is fenced.
+        rule("", &["nodes"], &["get", "list", "watch"]),
         rule(storage, &["csinodes"], &watch),
     ])
 }

@@ -13,7 +13,6 @@ use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::ResourceExt;
 use kube::api::{ListParams, PostParams};
 use serde_json::json;
-use tokio::time::Instant;
 
 use crate::api::{self, call};
 use crate::cluster::{Cluster, Key, grant_of};
@@ -21,6 +20,7 @@ use crate::events::describe;
 use crate::grant::{
     self, FINALIZER, GRANT_LABEL, MAX_WAITING, VOLUME_ANNOTATION, VolumeGrant, grant_label,
 };
+use crate::lost;
 use crate::queue::Next;
 use crate::source;
 use crate::storage::{self, Backing, Fencing};
@@ -32,7 +32,7 @@ const MAX_STEPS: usize = 16;
 /// causes no such write.
 const WAITING_SHOWN_AFTER_S: u64 = 2;
 
-/// How long after a request has disappeared from the watch it is looked at again.
+/// How long after the API server has shown something else than the mirrors a volume is looked at again.
 const REQUEST_DELAY: Duration = Duration::from_millis(500);
 
 /// Decides about the volume of the grant `name` until it has to wait.
@@ -60,10 +60,8 @@ pub(crate) async fn decide(cluster: &Cluster, name: &str) -> Result<Next> {
             {
                 return Ok(Next::After(REQUEST_DELAY));
             }
-            Step::Fence(target, FencingReason::LeaseStale)
-                if volume.has_renewed(&target.node).await? =>
-            {
-                read = None;
+            Step::Fence(target, reason) if !volume.may_fence(&target.node, reason).await? => {
+                return Ok(Next::After(REQUEST_DELAY));
             }
             step => {
                 let name = step_name(&step);
@@ -342,12 +340,12 @@ impl<'a> ObservedVolume<'a> {
         Ok(selected.iter().any(|known| asks(known)))
     }
 
-    /// Reads the Lease of a node that seems to be silent, because the watch may have stopped. Returns whether it has changed.
-    async fn has_renewed(&self, node: &str) -> Result<bool> {
-        let selected = ListParams::default().fields(&format!("metadata.name={node}"));
-        let found = self.cluster.leases.refresh_all(&selected).await?;
-        let lease = found.first().map(|lease| &**lease);
-        Ok(self.cluster.renewals.observe(node, lease, Instant::now()))
+    /// Reads at the API server again what permits a fence.
+    async fn may_fence(&self, node: &str, reason: FencingReason) -> Result<bool> {
+        if reason == FencingReason::ForcedDetach && self.is_requested(node).await? {
+            return Ok(false);
+        }
+        lost::is_confirmed(self.cluster, node, reason).await
     }
 
     /// Waits: has the attachments answered, writes down what the volume waits for if that takes long, and returns
@@ -443,14 +441,13 @@ pub(crate) fn attachment_name(handle: &str, driver: &str, node: &str) -> String 
 mod tests {
     use std::sync::atomic::Ordering;
 
-    use cleat_grants::object::{
-        Condition, Generation, Holder, Mode, NodeEntry, Reason, Signal, Truth,
-    };
     use kube::runtime::watcher::Event;
+    use serde_json::Value;
 
     use super::*;
     use crate::fake::{self, DRIVER};
     use crate::grant::grant_name;
+    use crate::nodes::OUT_OF_SERVICE;
 
     const HANDLE: &str = "rbd/c/p//v";
 
@@ -503,47 +500,67 @@ mod tests {
         assert!(asked.lock().unwrap().is_empty());
     }
 
-    /// A grant whose node has to release the volume since long, at a version of the object.
-    fn revoked(version: u64, has_released: bool) -> VolumeGrant {
-        let generation = Generation(1);
-        let holder = Holder {
-            node: "a".to_owned(),
-            generation,
-            mode: Mode::ReadWrite,
-            revoked: true,
-            since: Time(0),
-            pod_uids: Vec::new(),
-        };
-        let spec = GrantSpec { generation, holders: vec![holder] };
-        let mut grant = VolumeGrant::new(DRIVER, HANDLE, spec);
-        grant.metadata.resource_version = Some(version.to_string());
-        let mut entry = NodeEntry { node: "a".to_owned(), generation, ..NodeEntry::default() };
-        entry.set(Condition {
-            kind: Signal::SafeToDetach,
-            status: if has_released { Truth::True } else { Truth::False },
-            reason: Reason::Released,
-            message: String::new(),
-            generation,
-            last_transition_time: Time(0),
-        });
-        grant.status.grant.nodes.push(entry);
-        grant
-    }
-
     #[tokio::test]
     async fn a_record_is_read_again_when_the_grant_has_changed_since() {
         let storage = fake::OneRecord::default();
         let cluster = fake::cluster_with(|_, _| (500, json!({})), Arc::new(storage.clone()));
         let cluster = Arc::new(cluster);
-        cluster.grants.mirror.put(revoked(1, true));
+        cluster.grants.mirror.put(fake::revoked(HANDLE, 1, true));
         // The watch shows the next version while the first record is read.
         let shown = Arc::downgrade(&cluster);
-        let show = move || drop(shown.upgrade().unwrap().grants.mirror.put(revoked(2, true)));
+        let show = move || {
+            drop(shown.upgrade().unwrap().grants.mirror.put(fake::revoked(HANDLE, 2, true)))
+        };
         assert!(storage.on_read.set(Box::new(show)).is_ok());
         // Then it writes that the node is free, which fails here.
         let name = grant_name(DRIVER, HANDLE);
         assert!(decide(&cluster, &name).await.is_err());
         assert_eq!(storage.reads.load(Ordering::SeqCst), 2);
+    }
+
+    /// The node `a` at a version of the object, with the out-of-service taint or without it, and whether it is ready.
+    fn node(version: u64, is_lost: bool, is_ready: bool) -> Value {
+        let taint = json!({ "key": OUT_OF_SERVICE, "effect": "NoExecute" });
+        let taints = if is_lost { json!([taint]) } else { json!([]) };
+        let ready = json!({
+            "type": "Ready", "status": if is_ready { "True" } else { "Unknown" },
+            "lastTransitionTime": "2020-01-01T00:00:00Z",
+        });
+        json!({
+            "metadata": { "name": "a", "uid": "1", "resourceVersion": version.to_string() },
+            "spec": { "taints": taints }, "status": { "conditions": [ready] },
+        })
+    }
+
+    /// Decides about a volume that the node `a` does not release. `known` is the node in the mirror, and `present` the one
+    /// that the API server has. Returns how often the node was fenced.
+    async fn fences(known: Option<Value>, present: Option<Value>) -> usize {
+        let storage = fake::OneRecord::default();
+        let answer = move |_: &str, path: &str| match &present {
+            Some(node) if path.contains("/nodes/a") => (200, node.clone()),
+            _ if path.contains("labelSelector") => (200, json!({ "metadata": {}, "items": [] })),
+            _ => fake::not_found(),
+        };
+        let cluster = fake::cluster_with(answer, Arc::new(storage.clone()));
+        cluster.grants.mirror.put(fake::revoked(HANDLE, 1, false));
+        if let Some(node) = known {
+            cluster.nodes.mirror.put(serde_json::from_value(node).unwrap());
+        }
+        decide(&cluster, &grant_name(DRIVER, HANDLE)).await.unwrap();
+        // The record of the test does not change, so that a fence is tried several times.
+        storage.fences.load(Ordering::SeqCst).min(1)
+    }
+
+    #[tokio::test]
+    async fn a_node_that_only_the_mirror_shows_as_lost_is_not_fenced() {
+        let lives = || node(2, false, true);
+        for known in [None, Some(node(1, true, true)), Some(node(1, false, false))] {
+            assert_eq!(fences(known, Some(lives())).await, 0);
+        }
+        assert_eq!(fences(None, None).await, 1, "the node was deleted");
+        for lost in [node(1, true, true), node(1, false, false)] {
+            assert_eq!(fences(Some(lost.clone()), Some(lost)).await, 1);
+        }
     }
 
     #[test]
