@@ -25,6 +25,9 @@ use crate::source::{self, Source};
 /// How long a detach takes before its status says what it waits for. A normal one is faster.
 const DETACH_SHOWN_AFTER_S: u64 = 2;
 
+/// The maximum size of the message of an error in the status, in bytes. The API server refuses a longer one.
+const MAX_MESSAGE: usize = 1024;
+
 /// Attaches or detaches what the attachment `name` asks for. An error is written to its status, too.
 pub(crate) async fn sync(cluster: &Cluster, name: &str) -> Result<Next> {
     let Some(attachment) = cluster.attachments.mirror.get(name) else { return Ok(Next::Done) };
@@ -221,7 +224,7 @@ pub(crate) async fn save_error(cluster: &Cluster, name: &str, error: &Error) -> 
     }
     let of = |status| if deleting { detach_error(status) } else { attach_error(status) };
     let said = status.and_then(of);
-    let (text, code) = (message(error), grpc_code(error.kind()));
+    let (text, code) = (shortened(message(error)), grpc_code(error.kind()));
     let is_same = said.is_some_and(|said| said.message.as_ref() == Some(&text));
     if is_same {
         return Ok(());
@@ -235,6 +238,18 @@ pub(crate) async fn save_error(cluster: &Cluster, name: &str, error: &Error) -> 
     cluster.attachments.patch_status(&known, body, what).await?;
     cluster.metrics.write("attachment");
     Ok(())
+}
+
+/// Shortens a message to [`MAX_MESSAGE`].
+fn shortened(mut text: String) -> String {
+    const END: &str = " …";
+    if text.len() > MAX_MESSAGE {
+        let mut ends = (0..=MAX_MESSAGE - END.len()).rev();
+        let end = ends.find(|end| text.is_char_boundary(*end)).unwrap_or_default();
+        text.truncate(end);
+        text.push_str(END);
+    }
+    text
 }
 
 type Status = k8s_openapi::api::storage::v1::VolumeAttachmentStatus;
@@ -253,4 +268,20 @@ fn with(finalizers: &[String], finalizer: &str) -> Vec<String> {
         finalizers.push(finalizer.to_owned());
     }
     finalizers
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_is_cut_between_two_characters() {
+        let longest = "a".repeat(MAX_MESSAGE);
+        assert_eq!(shortened(longest.clone()), longest);
+        for begin in ["", "a", "aa"] {
+            let cut = shortened(begin.to_owned() + &"€".repeat(MAX_MESSAGE));
+            assert!((MAX_MESSAGE - 3..=MAX_MESSAGE).contains(&cut.len()), "{}", cut.len());
+            assert!(cut.starts_with(begin) && cut.ends_with("€ …"), "{cut}");
+        }
+    }
 }
