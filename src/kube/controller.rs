@@ -112,7 +112,7 @@ async fn serve(
         let random = Random::from_kernel()?;
         let cluster = Cluster::new(client, config, storage, Arc::clone(&metrics), random);
         let lost = tokio::select! {
-            () = lead(Arc::new(cluster), role) => continue,
+            error = lead(Arc::new(cluster), role) => return Err(error),
             lost = election.hold() => lost,
         };
         metrics.leader.set(0);

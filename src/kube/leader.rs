@@ -1,11 +1,12 @@
 //! The work of the leader: watches the objects, queues what has changed, and has it worked on.
 
+use std::convert::Infallible;
 use std::fmt::Debug;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cleat_core::error::{Error, Result};
+use cleat_core::error::{Error, ErrorKind, Result};
 use futures::StreamExt;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, Pod};
@@ -39,40 +40,22 @@ use crate::volumes;
 /// The time between two updates of the gauges.
 const GAUGE_PERIOD: Duration = Duration::from_secs(1);
 
-/// Works as the leader until the future is dropped.
-pub(crate) async fn lead(cluster: Arc<Cluster>, role: &watch::Sender<Role>) {
+/// Works as the leader until the future is dropped, or until one of its tasks ends: returns the reason then.
+pub(crate) async fn lead(cluster: Arc<Cluster>, role: &watch::Sender<Role>) -> Error {
     let mut tasks = JoinSet::new();
-    let of_driver = |cluster: &Cluster, grant: &VolumeGrant| {
-        grant.labels().get(DRIVER_LABEL) == Some(&cluster.config.driver)
-    };
-    feed(&mut tasks, &cluster, |cluster| &cluster.grants, of_driver, grant_changed);
-    feed(&mut tasks, &cluster, |cluster| &cluster.nodes, |_, _| true, node_changed);
-    feed(
-        &mut tasks,
-        &cluster,
-        |cluster| &cluster.csi_nodes,
-        |_, _| true,
-        |cluster, change| {
-            change.after.iter().for_each(|node| cluster.look_at_node(&node.name_any()));
-        },
-    );
-    feed(&mut tasks, &cluster, |cluster| &cluster.volumes, is_ours, volume_changed);
-    if needs_leases(&cluster) {
-        feed(&mut tasks, &cluster, |cluster| &cluster.leases, |_, _| true, lease_changed);
+    watch_others(&mut tasks, &cluster);
+    tokio::select! {
+        () = until(|| has_listed(&cluster)) => {}
+        error = end_of_one(&mut tasks) => return error,
     }
-    if cluster.config.remediation.is_some() {
-        feed(&mut tasks, &cluster, |cluster| &cluster.heartbeats, is_heartbeat, |_, _| {});
-    }
-    if cluster.wanted.is_some() {
-        feed(&mut tasks, &cluster, |cluster| &wanted(cluster).pods, needs_claims, pod_changed);
-        feed(&mut tasks, &cluster, |cluster| &wanted(cluster).claims, |_, _| true, claim_changed);
-    }
-    until(|| has_listed(&cluster)).await;
     // The requests are listed last: a grant whose request is not in the list yet would be revoked.
     let ours =
         |cluster: &Cluster, known: &VolumeAttachment| known.spec.attacher == cluster.config.driver;
     feed(&mut tasks, &cluster, |cluster| &cluster.attachments, ours, attachment_changed);
-    until(|| cluster.attachments.mirror.is_complete()).await;
+    tokio::select! {
+        () = until(|| cluster.attachments.mirror.is_complete()) => {}
+        error = end_of_one(&mut tasks) => return error,
+    }
     tracing::info!(
         attachments = cluster.attachments.mirror.len(),
         grants = cluster.grants.mirror.len(),
@@ -84,21 +67,73 @@ pub(crate) async fn lead(cluster: Arc<Cluster>, role: &watch::Sender<Role>) {
         }
     }
     role.send_replace(Role::Leader);
-    tasks.spawn(sweep::run(Arc::clone(&cluster)));
+    start_work(&mut tasks, &cluster);
+    tokio::select! {
+        never = update_gauges(&cluster) => match never {},
+        error = end_of_one(&mut tasks) => error,
+    }
+}
+
+/// Waits until one of the tasks ends. None of them does so by itself: it has panicked. The controller must not go on with
+/// the others, which would look healthy while an object is never worked on again, or a mirror becomes old.
+async fn end_of_one(tasks: &mut JoinSet<()>) -> Error {
+    let how = match tasks.join_next().await {
+        Some(Err(error)) => error.to_string(),
+        Some(Ok(())) | None => "it has returned".to_owned(),
+    };
+    Error::new(ErrorKind::Internal, format!("a task of the leader has ended: {how}"))
+}
+
+/// Watches everything but the attachments.
+fn watch_others(tasks: &mut JoinSet<()>, cluster: &Arc<Cluster>) {
+    let of_driver = |cluster: &Cluster, grant: &VolumeGrant| {
+        grant.labels().get(DRIVER_LABEL) == Some(&cluster.config.driver)
+    };
+    feed(tasks, cluster, |cluster| &cluster.grants, of_driver, grant_changed);
+    feed(tasks, cluster, |cluster| &cluster.nodes, |_, _| true, node_changed);
+    feed(
+        tasks,
+        cluster,
+        |cluster| &cluster.csi_nodes,
+        |_, _| true,
+        |cluster, change| {
+            change.after.iter().for_each(|node| cluster.look_at_node(&node.name_any()));
+        },
+    );
+    feed(tasks, cluster, |cluster| &cluster.volumes, is_ours, volume_changed);
+    if needs_leases(cluster) {
+        feed(tasks, cluster, |cluster| &cluster.leases, |_, _| true, lease_changed);
+    }
+    if cluster.config.remediation.is_some() {
+        feed(tasks, cluster, |cluster| &cluster.heartbeats, is_heartbeat, |_, _| {});
+    }
+    if cluster.wanted.is_some() {
+        feed(tasks, cluster, |cluster| &wanted(cluster).pods, needs_claims, pod_changed);
+        feed(tasks, cluster, |cluster| &wanted(cluster).claims, |_, _| true, claim_changed);
+    }
+}
+
+/// Starts the tasks that change something.
+fn start_work(tasks: &mut JoinSet<()>, cluster: &Arc<Cluster>) {
+    tasks.spawn(sweep::run(Arc::clone(cluster)));
     if let Some(settings) = cluster.config.remediation {
-        tasks.spawn(remediation::run(Arc::clone(&cluster), settings));
+        tasks.spawn(remediation::run(Arc::clone(cluster), settings));
     }
     if let Some(server) = &cluster.config.calls {
-        tasks.spawn(server.serve(Arc::new(OfLeader::new(&cluster))));
+        tasks.spawn(server.serve(Arc::new(OfLeader::new(cluster))));
     }
     for _ in 0..cluster.config.workers {
-        let cluster = Arc::clone(&cluster);
+        let cluster = Arc::clone(cluster);
         tasks.spawn(async move {
             loop {
                 work(&cluster).await;
             }
         });
     }
+}
+
+/// Updates the gauges for ever.
+async fn update_gauges(cluster: &Cluster) -> Infallible {
     loop {
         let metrics = &cluster.metrics;
         let size = |size: usize| i64::try_from(size).unwrap_or(i64::MAX);

@@ -84,6 +84,12 @@ impl Controller {
         self.task.await.unwrap().unwrap();
     }
 
+    /// Waits until it ends by itself.
+    pub(crate) async fn ended(self) -> cleat_core::error::Result<()> {
+        let Self { stop: _kept, task, .. } = self;
+        task.await.unwrap()
+    }
+
     /// Returns its metrics.
     pub(crate) fn metrics(&self) -> String {
         get(self.port, "/metrics")

@@ -3,11 +3,12 @@
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use cleat_kube::Config;
 use nix::sys::signal::Signal;
 use test_kit::memory::own_kib;
 
-use crate::control_plane::ControlPlane;
-use crate::fixture::{World, eventually, get, run, sum};
+use crate::control_plane::{ControlPlane, NAMESPACE};
+use crate::fixture::{HANDLE, World, eventually, get, run, sum};
 
 /// A controller process, which is killed at the end.
 pub(crate) struct Process {
@@ -112,6 +113,23 @@ fn row_33_a_leader_that_ends_passes_the_lease_on_at_once() {
         let took = ended.elapsed();
         println!("figures: a leader that ends is replaced in {:.1} s", took.as_secs_f64());
         assert!(took < Duration::from_secs(8), "{took:?}");
+    });
+}
+
+#[test]
+fn a_leader_one_of_whose_tasks_panics_ends_and_passes_the_lease_on() {
+    run(async |world: World| {
+        let config =
+            Config { after_step: |_| panic!("the test wants a panic"), ..world.config(NAMESPACE) };
+        let broken = world.controller_of(config);
+        let node = world.node("a").await;
+        let volume = world.volume("v", HANDLE).await;
+        let name = world.attach(&volume, &node).await;
+        let error = broken.ended().await.unwrap_err();
+        assert!(error.message().contains("the test wants a panic"), "{error}");
+        let next = world.controller();
+        world.attached(&name).await;
+        next.stop().await;
     });
 }
 
