@@ -225,6 +225,20 @@ fn row_30_errors_have_a_code_and_are_tried_again_with_a_backoff() {
 }
 
 #[test]
+fn row_30_an_error_that_is_too_long_for_the_api_server_is_cut() {
+    run(async |world: World| {
+        let controller = world.controller();
+        let handle = format!("unknown/{}", "é".repeat(1024));
+        let node = world.node("a").await;
+        let volume = world.volume("v", &handle).await;
+        let name = world.attach(&volume, &node).await;
+        let (message, _) = world.attach_error(&name, "cannot attach volume unknown/").await;
+        assert!(message.len() > 1000 && message.ends_with(" …"), "{message}");
+        controller.stop().await;
+    });
+}
+
+#[test]
 fn row_30_a_node_without_the_driver_is_waited_for() {
     run(async |world: World| {
         let controller = world.controller();
