@@ -29,7 +29,7 @@ use crate::nodes;
 use crate::queue::Queue;
 use crate::renewals::Renewals;
 use crate::source;
-use crate::storage::Storage;
+use crate::storage::{Storage, StorageCalls};
 
 /// The number of the index of attachments by the name of their grant.
 pub(crate) const BY_GRANT: usize = 0;
@@ -75,6 +75,7 @@ pub(crate) struct Cluster {
     pub(crate) config: Config,
     pub(crate) finalizer: String,
     pub(crate) storage: Arc<dyn Storage>,
+    pub(crate) calls: StorageCalls,
     pub(crate) attachments: Kind<VolumeAttachment>,
     pub(crate) grants: Kind<VolumeGrant>,
     pub(crate) volumes: Kind<PersistentVolume>,
@@ -105,6 +106,7 @@ impl Cluster {
         Self {
             finalizer: source::finalizer(&config.driver),
             storage,
+            calls: StorageCalls::default(),
             attachments: Kind::new(Api::all(client.clone()), ATTACHMENT_INDEXES),
             grants: Kind::new(Api::all(client.clone()), &[]),
             volumes: Kind::new(Api::all(client.clone()), VOLUME_INDEXES),

@@ -1,8 +1,9 @@
 //! What the controller needs of the storage of a volume: the record that says who can write, and the means to
 //! cut a client off. The composition implements it for each backend.
 
+use std::collections::BTreeMap;
 use std::fmt::Debug;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use cleat_core::clock::{Clock, SystemClock};
@@ -12,6 +13,13 @@ pub use cleat_grants::storage::Fencing;
 
 /// The timeout of a call to the storage.
 const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How long a call may take before it is late.
+const LATE: Duration = Duration::from_secs(5);
+
+/// The maximum number of calls of one place while one of them is late. Without this limit, the volumes of a storage that
+/// hangs would keep all workers, and those of other storages would wait.
+const MAX_BESIDE_LATE: usize = 4;
 
 /// The storages of the driver's volumes.
 pub trait Storage: Debug + Send + Sync {
@@ -35,18 +43,93 @@ pub enum Backing {
     Granted(Arc<dyn Fencing>),
 }
 
+/// Returns where a volume is stored: its handle without the name of the volume.
+pub(crate) fn place(handle: &str) -> &str {
+    handle.rsplit_once('/').map_or("", |(place, _)| place)
+}
+
+/// The calls that run, by place, also those whose caller has given up.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct StorageCalls(Arc<Mutex<BTreeMap<String, Place>>>);
+
+/// The calls of one place.
+#[derive(Debug, Default)]
+struct Place {
+    /// When each call has begun, by its number.
+    running: BTreeMap<u64, Instant>,
+    next: u64,
+}
+
+/// A call that runs. It ends when this is dropped.
+#[derive(Debug)]
+struct Running {
+    calls: StorageCalls,
+    place: String,
+    number: u64,
+}
+
+impl StorageCalls {
+    /// Begins a call for a volume.
+    ///
+    /// # Errors
+    /// Returns `Unavailable` if the calls of the place hang.
+    fn begin(&self, handle: &str, now: Instant) -> Result<Running> {
+        let place = place(handle).to_owned();
+        let mut all = self.lock();
+        let known = all.entry(place.clone()).or_default();
+        let running = &mut known.running;
+        let oldest = running.values().map(|begun| now.saturating_duration_since(*begun)).max();
+        let is_late = oldest.is_some_and(|age| age >= LATE);
+        if is_late && running.len() >= MAX_BESIDE_LATE {
+            let (count, age) = (running.len(), oldest.unwrap_or_default().as_secs());
+            let message = format!(
+                "the storage of volume {handle} is not asked: {count} calls to {place} have not ended, the oldest \
+                 since {age} s"
+            );
+            let repair = "check that the storage answers, for example with ceph status";
+            return Err(Error::new(ErrorKind::Unavailable, message).with_repair(repair));
+        }
+        let number = known.next;
+        known.next += 1;
+        known.running.insert(number, now);
+        drop(all);
+        Ok(Running { calls: self.clone(), place, number })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Place>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let mut all = self.calls.lock();
+        let Some(known) = all.get_mut(&self.place) else { return };
+        known.running.remove(&self.number);
+        if known.running.is_empty() {
+            all.remove(&self.place);
+        }
+    }
+}
+
 /// Runs a call of the storage of the volume `handle`, which blocks, on a thread of its own, for at most 30 s.
 ///
 /// # Errors
-/// Returns `TimedOut` if it does not answer in time, and otherwise the error of the call.
+/// Returns `TimedOut` if it does not answer in time, `Unavailable` at once if other calls of its place hang, and otherwise
+/// the error of the call.
 pub(crate) async fn on_thread<T: Send + 'static>(
+    calls: &StorageCalls,
     storage: &Arc<dyn Fencing>,
     handle: &str,
     run: impl FnOnce(&dyn Fencing, Instant) -> Result<T> + Send + 'static,
 ) -> Result<T> {
     let storage = Arc::clone(storage);
-    let deadline = SystemClock.now() + TIMEOUT;
-    let running = tokio::task::spawn_blocking(move || run(storage.as_ref(), deadline));
+    let now = SystemClock.now();
+    let (deadline, call) = (now + TIMEOUT, calls.begin(handle, now)?);
+    let running = tokio::task::spawn_blocking(move || {
+        let _call = call;
+        run(storage.as_ref(), deadline)
+    });
     let ended = tokio::time::timeout(TIMEOUT, running).await;
     let failed = |kind, why: &str| {
         let message = format!("the storage of volume {handle}: {why}");
@@ -56,5 +139,69 @@ pub(crate) async fn on_thread<T: Send + 'static>(
         Ok(Ok(result)) => result,
         Ok(Err(_)) => failed(ErrorKind::Internal, "the call has failed"),
         Err(_) => failed(ErrorKind::TimedOut, "it did not answer in time"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+    use crate::fake;
+
+    /// Runs a call that waits until the sender of the channel is dropped.
+    fn hang(
+        calls: &StorageCalls,
+        handle: &'static str,
+    ) -> (mpsc::Sender<()>, tokio::task::JoinHandle<Result<()>>) {
+        let (release, released) = mpsc::channel::<()>();
+        let (begin, begun) = mpsc::channel();
+        let calls = calls.clone();
+        let call = tokio::spawn(async move {
+            let storage: Arc<dyn Fencing> = Arc::new(fake::OneRecord::default());
+            let wait = move |_: &dyn Fencing, _: Instant| {
+                begin.send(()).unwrap();
+                let _ = released.recv();
+                Ok(())
+            };
+            on_thread(&calls, &storage, handle, wait).await
+        });
+        tokio::task::block_in_place(|| begun.recv().unwrap());
+        (release, call)
+    }
+
+    async fn ask(calls: &StorageCalls, handle: &str) -> Result<()> {
+        let storage: Arc<dyn Fencing> = Arc::new(fake::OneRecord::default());
+        on_thread(calls, &storage, handle, |_, _| Ok(())).await
+    }
+
+    /// Makes all calls that run late.
+    fn make_late(calls: &StorageCalls) {
+        let all = &mut *calls.lock();
+        let begun = all.values_mut().flat_map(|known| known.running.values_mut());
+        begun.for_each(|begun| *begun = begun.checked_sub(LATE).unwrap());
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_storage_that_hangs_is_not_asked_for_more_volumes_until_a_call_has_ended() {
+        let calls = StorageCalls::default();
+        let mut hanging: Vec<_> =
+            (0..MAX_BESIDE_LATE).map(|_| hang(&calls, "rbd/lost/p//v")).collect();
+        assert!(ask(&calls, "rbd/lost/p//w").await.is_ok(), "the calls are not late yet");
+        make_late(&calls);
+        let error = ask(&calls, "rbd/lost/p//w").await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
+        assert!(error.message().contains("4 calls to rbd/lost/p/ have not ended"), "{error}");
+        assert!(ask(&calls, "rbd/other/p//w").await.is_ok());
+        // A caller that has given up does not count less: its call runs.
+        let (release, call) = hanging.pop().unwrap();
+        call.abort();
+        assert!(call.await.is_err());
+        assert!(ask(&calls, "rbd/lost/p//w").await.is_err());
+        drop(release);
+        while calls.lock()["rbd/lost/p/"].running.len() == MAX_BESIDE_LATE {
+            tokio::task::yield_now().await;
+        }
+        assert!(ask(&calls, "rbd/lost/p//w").await.is_ok());
     }
 }

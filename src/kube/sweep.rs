@@ -30,6 +30,7 @@ use tokio::time::Instant;
 use crate::api::{call, is_conflict, message, now};
 use crate::cluster::{BY_GRANT, BY_VOLUME, Cluster};
 use crate::grant::{VolumeGrant, grant_name};
+use crate::storage::place;
 use crate::volumes::ObservedVolume;
 
 /// The time until volumes are tried again that a sweep could not look at. It doubles up to [`MAX_RETRY`].
@@ -109,11 +110,6 @@ impl Pass {
     fn left(self) -> Vec<Volume> {
         self.skipped.into_iter().chain(self.failed).collect()
     }
-}
-
-/// Returns where a volume is stored: its handle without the name of the volume.
-fn place(handle: &str) -> &str {
-    handle.rsplit_once('/').map_or("", |(place, _)| place)
 }
 
 fn has_not_answered(error: &Error) -> bool {

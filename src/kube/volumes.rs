@@ -306,7 +306,8 @@ impl<'a> ObservedVolume<'a> {
         &self,
         run: impl FnOnce(&dyn Fencing, std::time::Instant) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        storage::on_thread(&self.storage, &self.handle, run).await
+        let calls = &self.cluster.calls;
+        storage::on_thread(calls, &self.storage, &self.handle, run).await
     }
 
     /// Looks at the API server whether the volume is still requested for a node, in the mode that it is granted, if the watch

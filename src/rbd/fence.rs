@@ -7,6 +7,7 @@
 //! is no option to force it. An entry that stays does no harm, because a new client has a new address. An
 //! entry that is removed too early lets an old write take effect.
 
+use std::path::Path;
 use std::time::Instant;
 
 use librbd::{Cluster, Image, Open};
@@ -21,7 +22,7 @@ use crate::connection::{config, connect, load_library};
 use crate::errors::{self, open_error};
 use crate::keyring::ClientKey;
 use crate::spec::RbdSpec;
-use crate::timeouts::{answer, with_timeout};
+use crate::timeouts::{answer, with_timeout_at};
 use cleat_backend::claimant::{Claimant, is_same_node};
 use cleat_backend::fence::{Client, Fence, Standing, Target};
 use cleat_backend::uri::invalid;
@@ -55,7 +56,7 @@ impl RbdFence {
     ) -> Result<T> {
         let (spec, name) = (self.spec.clone(), self.name.clone());
         let left = deadline.saturating_duration_since(SystemClock.now());
-        with_timeout(left, &answer(&self.name), move || {
+        with_timeout_at(&place(&spec), left, &answer(&self.name), move || {
             let failed = |error| open_error(error, &name, &spec);
             let key = ClientKey::load(&spec)?;
             let cluster = connect(&config(&spec), key.as_ref()).map_err(failed)?;
@@ -67,6 +68,12 @@ impl RbdFence {
             done.map_err(|error| errors::with_caps_repair(error, &spec))
         })
     }
+}
+
+/// Returns the pool of an image and its cluster.
+fn place(spec: &RbdSpec) -> String {
+    let conf = spec.conf.as_deref().unwrap_or(Path::new("the default ceph.conf"));
+    format!("the pool {} of {}", spec.pool, conf.display())
 }
 
 impl Fence for RbdFence {

@@ -2,10 +2,11 @@
 //! runs on a thread of its own. When the timeout passes, the caller gets an error, and the thread
 //! continues in the background until the library returns.
 
+use std::collections::BTreeMap;
 use std::ops::ControlFlow;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -75,6 +76,61 @@ pub(crate) fn with_timeout<T: Send + 'static>(
         .with_repair(
             "check with `ceph status` that the pool's OSDs are up and its placement groups active",
         )),
+    }
+}
+
+/// The maximum number of calls of one place that run at the same time, also of those that were abandoned: each keeps a
+/// thread and a client of the cluster.
+const MAX_RUNNING: usize = 16;
+
+/// The numbers of the calls of [`with_timeout_at`] that run, by place.
+static RUNNING: Mutex<BTreeMap<String, usize>> = Mutex::new(BTreeMap::new());
+
+/// As [`with_timeout`], for a call that makes a client of its own. `place` says for which pool: the calls of one pool that
+/// do not answer are limited.
+///
+/// # Errors
+/// As [`with_timeout`], and `Unavailable` at once if too many calls of the place run.
+pub(crate) fn with_timeout_at<T: Send + 'static>(
+    place: &str,
+    timeout: Duration,
+    what: &str,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    let call = Running::begin(place)?;
+    with_timeout(timeout, what, move || {
+        let _call = call;
+        work()
+    })
+}
+
+/// A call that runs. It ends when this is dropped.
+#[derive(Debug)]
+struct Running(String);
+
+impl Running {
+    fn begin(place: &str) -> Result<Self> {
+        let mut all = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = all.entry(place.to_owned()).or_default();
+        if *count >= MAX_RUNNING {
+            let message = format!("{count} calls to {place} have not ended: no other one is made");
+            let repair = "check that the cluster answers (ceph status), then repeat the command";
+            return Err(Error::new(ErrorKind::Unavailable, message).with_repair(repair));
+        }
+        *count += 1;
+        Ok(Self(place.to_owned()))
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let mut all = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = all.get_mut(&self.0) {
+            *count -= 1;
+            if *count == 0 {
+                all.remove(&self.0);
+            }
+        }
     }
 }
 
@@ -208,6 +264,35 @@ mod tests {
         });
         assert_eq!(abandoned.expect_err("it makes no progress").kind(), ErrorKind::TimedOut);
         drop(sender);
+    }
+
+    #[test]
+    fn abandoned_calls_of_one_place_are_limited() {
+        let (releases, mut ends) = (mpsc::channel::<()>(), Vec::new());
+        let released = Arc::new(Mutex::new(releases.1));
+        for _ in 0..MAX_RUNNING {
+            let (end, ended) = mpsc::channel::<()>();
+            let released = Arc::clone(&released);
+            ends.push(ended);
+            let hang = move || {
+                let _end = end;
+                let _ = released.lock().expect("no call panics").recv();
+                Ok(())
+            };
+            let error = with_timeout_at("lost", Duration::ZERO, "answer", hang);
+            assert_eq!(error.expect_err("it hangs").kind(), ErrorKind::TimedOut);
+        }
+        let ask = |place| with_timeout_at(place, Duration::from_secs(60), "answer", || Ok(()));
+        let error = ask("lost").expect_err("all of them run");
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
+        assert!(error.message().contains("16 calls to lost have not ended"), "{error}");
+        ask("other").expect("it answers");
+        drop(releases.0);
+        ends.into_iter().for_each(|ended| _ = ended.recv());
+        // A call ends after its work.
+        while ask("lost").is_err() {
+            thread::yield_now();
+        }
     }
 
     #[test]
