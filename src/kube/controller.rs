@@ -107,7 +107,6 @@ async fn serve(
         tracing::info!(lease = config.lease(), "waiting for the lease");
         election.acquire().await;
         role.send_replace(Role::Syncing);
-        metrics.leader.set(1);
         let (storage, metrics) = (Arc::clone(storage), Arc::clone(metrics));
         let random = Random::from_kernel()?;
         let cluster = Cluster::new(client, config, storage, Arc::clone(&metrics), random);
@@ -115,7 +114,7 @@ async fn serve(
             error = lead(Arc::new(cluster), role) => return Err(error),
             lost = election.hold() => lost,
         };
-        metrics.leader.set(0);
+        metrics.reset();
         tracing::warn!("not the leader any more: {}", lost.report());
     }
 }

@@ -1,5 +1,6 @@
 //! For unit tests: an API server that has only VolumeAttachments, a storage without volumes, and a cluster with both.
 
+use std::convert::Infallible;
 use std::fmt::{Debug, Formatter};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -12,6 +13,9 @@ use cleat_grants::object::{
 };
 use cleat_grants::policy::Policy;
 use cleat_grants::record::{Record, Target};
+use futures::stream;
+use http_body_util::{BodyExt, Full, StreamBody};
+use hyper::body::{Bytes, Frame};
 use hyper::{Request, Response};
 use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::client::Body;
@@ -39,6 +43,32 @@ pub(crate) fn client() -> Client {
         }),
         "default",
     )
+}
+
+/// Returns a client of an API server that lists nothing and whose watches show nothing and do not end, and the requests
+/// that it gets. It never answers those whose path contains `held`, unless that is empty.
+pub(crate) fn silent(held: &'static str) -> (Client, Asked) {
+    let asked = Asked::default();
+    let requests = Arc::clone(&asked);
+    let service = tower::service_fn(move |request: Request<Body>| {
+        let path = request.uri().path_and_query().map(ToString::to_string).unwrap_or_default();
+        let list = json!({ "metadata": { "resourceVersion": "7" }, "items": [] }).to_string();
+        let body = if path.contains("watch=true") {
+            StreamBody::new(stream::pending::<std::result::Result<Frame<Bytes>, Infallible>>())
+                .boxed_unsync()
+        } else {
+            Full::from(list).boxed_unsync()
+        };
+        let is_held = !held.is_empty() && path.contains(held);
+        requests.lock().unwrap_or_else(PoisonError::into_inner).push(path);
+        async move {
+            if is_held {
+                std::future::pending::<()>().await;
+            }
+            Ok::<_, Infallible>(Response::new(body))
+        }
+    });
+    (Client::new(service, "default"), asked)
 }
 
 /// Returns a cluster whose API server has these attachments and whose mirrors are empty, and what it is asked for.
@@ -71,6 +101,11 @@ pub(crate) fn cluster_with(
         let body = Body::from(body.to_string().into_bytes());
         async move { Response::builder().status(code).body(body) }
     });
+    cluster_at(&Client::new(service, "default"), storage)
+}
+
+/// Returns a cluster with an API server, whose mirrors are empty.
+pub(crate) fn cluster_at(client: &Client, storage: Arc<dyn Storage>) -> Cluster {
     let config = Config {
         kubeconfig: None,
         driver: DRIVER.to_owned(),
@@ -86,9 +121,8 @@ pub(crate) fn cluster_with(
         election: Timing::default(),
         after_step: |_| (),
     };
-    let client = Client::new(service, "default");
     let (metrics, random) = (Arc::new(Metrics::default()), Random::seeded(1));
-    Cluster::new(&client, &config, storage, metrics, random)
+    Cluster::new(client, &config, storage, metrics, random)
 }
 
 /// Answers a list with a selector of one label, or a read of one object.

@@ -151,44 +151,18 @@ pub(crate) fn name_of(metadata: &ObjectMeta) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::convert::Infallible;
     use std::pin::pin;
-    use std::sync::Mutex;
     use std::time::Duration;
 
-    use futures::{StreamExt, stream};
-    use http_body_util::{BodyExt, Full, StreamBody};
-    use hyper::body::{Bytes, Frame};
-    use hyper::{Request, Response};
+    use futures::StreamExt;
     use k8s_openapi::api::core::v1::Node;
-    use kube::Client;
-    use kube::client::Body;
 
     use super::*;
-
-    /// Returns a client of an API server that lists nothing and whose watches never show anything and never end, and the
-    /// queries that it gets.
-    fn silent() -> (Client, Arc<Mutex<Vec<String>>>) {
-        let asked = Arc::new(Mutex::new(Vec::new()));
-        let requests = Arc::clone(&asked);
-        let service = tower::service_fn(move |request: Request<Body>| {
-            let query = request.uri().query().unwrap_or_default().to_owned();
-            let list = json!({ "metadata": { "resourceVersion": "7" }, "items": [] }).to_string();
-            let body = if query.contains("watch=true") {
-                StreamBody::new(stream::pending::<Result<Frame<Bytes>, Infallible>>())
-                    .boxed_unsync()
-            } else {
-                Full::from(list).boxed_unsync()
-            };
-            requests.lock().unwrap().push(query);
-            async { Ok::<_, Infallible>(Response::new(body)) }
-        });
-        (Client::new(service, "default"), asked)
-    }
+    use crate::fake;
 
     #[tokio::test(start_paused = true)]
     async fn a_watch_that_shows_nothing_begins_again_where_it_was_without_a_list() {
-        let (client, asked) = silent();
+        let (client, asked) = fake::silent("");
         let nodes = Kind::<Node>::new(Api::all(client), &[]);
         let mut events = pin!(nodes.watch("a=b"));
         let watching = async { while events.next().await.is_some() {} };

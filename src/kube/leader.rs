@@ -66,6 +66,7 @@ pub(crate) async fn lead(cluster: Arc<Cluster>, role: &watch::Sender<Role>) -> E
             cluster.queue.add(Key::Wanted(volume.name_any()));
         }
     }
+    cluster.metrics.leader.set(1);
     role.send_replace(Role::Leader);
     start_work(&mut tasks, &cluster);
     tokio::select! {
@@ -371,5 +372,38 @@ fn ended(cluster: &Cluster, key: &Key, kind: &'static str, result: Result<Next>)
             failed(&error);
             Next::Failed(FAILED)
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake;
+
+    /// Leads for a while with an API server that never answers requests for `held`. Returns the gauge.
+    async fn leader(held: &'static str) -> i64 {
+        let (client, _) = fake::silent(held);
+        let cluster = Arc::new(fake::cluster_at(&client, Arc::new(fake::OneRecord::default())));
+        let (role, watched) = watch::channel(Role::Syncing);
+        let leading = lead(Arc::clone(&cluster), &role);
+        assert!(tokio::time::timeout(Duration::from_secs(20), leading).await.is_err());
+        let leader = cluster.metrics.leader.get();
+        assert_eq!(leader == 1, *watched.borrow() == Role::Leader);
+        leader
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_leader_that_reads_the_objects_does_not_count_as_one_yet() {
+        assert_eq!(leader("/volumeattachments").await, 0);
+        assert_eq!(leader("").await, 1);
+    }
+
+    #[tokio::test]
+    async fn a_panic_of_one_task_is_the_end_of_all() {
+        let mut tasks = JoinSet::new();
+        tasks.spawn(std::future::pending());
+        tasks.spawn(async { panic!("as the test wants it") });
+        let error = end_of_one(&mut tasks).await;
+        assert!(error.message().contains("as the test wants it"), "{error}");
     }
 }

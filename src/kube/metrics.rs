@@ -69,6 +69,14 @@ impl Metrics {
         self.unreadable.get_or_create(&Unreadable { kind }).set(number);
     }
 
+    /// Sets the gauges of a process that is not the leader any more: what it knows is not true any more.
+    pub(crate) fn reset(&self) {
+        for gauge in [&self.leader, &self.grants, &self.attachments, &self.queue] {
+            gauge.set(0);
+        }
+        self.unreadable.clear();
+    }
+
     /// Returns the metrics in the OpenMetrics text format.
     ///
     /// # Errors
@@ -85,7 +93,11 @@ impl Metrics {
         registry.register("fences", fences, self.fences.clone());
         let unreadable = "Objects that cannot be read, by kind";
         registry.register("unreadable", unreadable, self.unreadable.clone());
-        registry.register("leader", "Whether this process is the leader", self.leader.clone());
+        registry.register(
+            "leader",
+            "Whether this process is the leader and works",
+            self.leader.clone(),
+        );
         registry.register("grants", "Volumes with a grant", self.grants.clone());
         let attachments = "VolumeAttachments of the driver";
         registry.register("attachments", attachments, self.attachments.clone());

@@ -4,7 +4,10 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use cleat_kube::Config;
+use k8s_openapi::api::coordination::v1::Lease;
+use kube::api::{Api, Patch, PatchParams};
 use nix::sys::signal::Signal;
+use serde_json::json;
 use test_kit::memory::own_kib;
 
 use crate::control_plane::{ControlPlane, NAMESPACE};
@@ -130,6 +133,29 @@ fn a_leader_one_of_whose_tasks_panics_ends_and_passes_the_lease_on() {
         let next = world.controller();
         world.attached(&name).await;
         next.stop().await;
+    });
+}
+
+#[test]
+fn a_leader_that_has_lost_the_lease_has_no_gauges_of_before() {
+    run(async |world: World| {
+        let controller = world.controller();
+        world.in_use().await;
+        let gauge = |name: &str| sum(&controller.metrics(), &format!("cleat_controller_{name} "));
+        eventually("the gauges count the volume", async || {
+            (["leader", "grants", "attachments"].map(gauge) == [1, 1, 1]).then_some(())
+        })
+        .await;
+        let leases: Api<Lease> = Api::namespaced(world.client.clone(), NAMESPACE);
+        let taken = json!({ "holderIdentity": "another one", "leaseDurationSeconds": 3600 });
+        let taken = Patch::Merge(json!({ "spec": taken }));
+        let name = format!("controller-{}", world.driver);
+        leases.patch(&name, &PatchParams::default(), &taken).await.unwrap();
+        eventually("nothing is counted", async || {
+            (["leader", "grants", "attachments", "queue"].map(gauge) == [0; 4]).then_some(())
+        })
+        .await;
+        controller.stop().await;
     });
 }
 
