@@ -1,6 +1,7 @@
 //! `cleat kubectl`, or `kubectl cleat`: what a person asks about volumes in a Kubernetes cluster. kubectl runs the
 //! executable `kubectl-cleat`, which is a link to this program.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
@@ -165,7 +166,8 @@ pub(super) fn as_plugin(mut arguments: Vec<OsString>) -> Vec<OsString> {
 pub(super) fn run(globals: &Globals, args: Kubectl) -> Result<u8> {
     let format = globals.output.unwrap_or(Format::Table);
     let (kubeconfig, context) = (args.kubeconfig.as_deref(), args.context.as_deref());
-    let reader = Reader::connect(kubeconfig, context, &args.driver);
+    let driver = &*args.driver;
+    let reader = Reader::connect(kubeconfig, context, driver);
     ask(async move {
         let reader = reader.await?;
         match args.command {
@@ -173,6 +175,9 @@ pub(super) fn run(globals: &Globals, args: Kubectl) -> Result<u8> {
                 let volumes = reader.volumes().await?;
                 let text = |format| volumes_table(&volumes, format == Format::Wide);
                 show(format, &Listing { volumes: &volumes }, text)?;
+                if volumes.is_empty() {
+                    output::note(&no_volumes(driver, &reader.drivers().await?));
+                }
             }
             Command::Node(node) => {
                 let report = reader.node(&node.name).await?;
@@ -199,6 +204,17 @@ pub(super) fn run(globals: &Globals, args: Kubectl) -> Result<u8> {
         }
         Ok(exit::OK)
     })
+}
+
+/// Says which drivers have volumes in the place of one that has none.
+fn no_volumes(driver: &str, others: &BTreeSet<String>) -> String {
+    let others: Vec<&str> = others.iter().map(String::as_str).collect();
+    let names = others.join(", ");
+    let hint = match &*names {
+        "" => "no PersistentVolume of a CSI driver exists".to_owned(),
+        names => format!("choose another --driver: {names}"),
+    };
+    format!("no volumes of the driver {driver}; {hint}")
 }
 
 /// Objects in the form of `kubectl apply`.

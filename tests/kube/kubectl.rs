@@ -396,6 +396,18 @@ fn impossible_names_and_unreachable_servers_are_refused_with_the_cause() {
         assert_eq!(output.status.code(), Some(3), "{output:?}");
         let (output, listed) = cleat(&world, &["volumes"]).await;
         assert!(output.status.success() && listed["volumes"] == json!([]), "{listed}");
+        let note = |output: &Output| String::from_utf8_lossy(&output.stderr).into_owned();
+        let hint = format!("no volumes of the driver {}; ", world.driver);
+        assert!(note(&output).contains(&hint), "{output:?}");
+        let spec = json!({
+            "capacity": { "storage": "1Gi" }, "accessModes": ["ReadWriteOnce"],
+            "csi": { "driver": format!("other.{}", world.driver), "volumeHandle": "v" },
+        });
+        world.volume_of("other", spec).await;
+        let (output, _) = cleat(&world, &["volumes"]).await;
+        assert!(note(&output).contains(&format!("other.{}", world.driver)), "{output:?}");
+        let (output, _) = cleat(&world, &["why", "prod/x", "-n", "staging"]).await;
+        assert_eq!(output.status.code(), Some(2), "{output:?}");
         for (option, value) in [("--kubeconfig", "/nonexistent"), ("--context", "no-such-context")]
         {
             let mut command = Command::new(env!("CARGO_BIN_EXE_cleat"));

@@ -10,7 +10,7 @@ mod take_over;
 mod volumes;
 mod why;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 use std::future::Future;
 use std::path::Path;
@@ -24,6 +24,7 @@ use kube::{Client, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 
 use crate::api::{call, now};
+use crate::attach_detach::pods;
 use crate::client::connect_as;
 use crate::grant::{DRIVER_LABEL, VolumeGrant, grant_name};
 
@@ -81,6 +82,16 @@ impl Reader {
         Ok(volumes::rows(&self.driver, &volumes, &grants))
     }
 
+    /// Returns the CSI drivers of all PersistentVolumes.
+    ///
+    /// # Errors
+    /// Returns the error of the API server.
+    pub async fn drivers(&self) -> Result<BTreeSet<String>> {
+        let volumes: Vec<PersistentVolume> = self.all(&ListParams::default()).await?;
+        let driver = |volume: PersistentVolume| Some(volume.spec?.csi?.driver);
+        Ok(volumes.into_iter().filter_map(driver).collect())
+    }
+
     /// Describes what a node has of the driver.
     ///
     /// # Errors
@@ -101,12 +112,11 @@ impl Reader {
     /// kubeconfig's context is used.
     ///
     /// # Errors
-    /// Returns `InvalidArgument` for an impossible name, `NotFound` if the claim does not exist, and otherwise the error
+    /// Returns `InvalidArgument` for an impossible name and for two namespaces, `NotFound` if the claim does not exist, and otherwise the error
     /// of the API server.
     pub async fn why(&self, namespace: Option<&str>, claim: &str) -> Result<Why> {
-        let (own, claim) =
-            claim.split_once('/').map_or((None, claim), |(own, name)| (Some(own), name));
-        let namespace = namespace.or(own).unwrap_or(self.client.default_namespace());
+        let (namespace, claim) = split(namespace, claim)?;
+        let namespace = namespace.unwrap_or(self.client.default_namespace());
         check_name("namespace", namespace)?;
         check_name("PersistentVolumeClaim", claim)?;
         let claims: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), namespace);
@@ -286,13 +296,30 @@ impl Reader {
 fn check_name(kind: &str, name: &str) -> Result<()> {
     let is_valid =
         |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-.".contains(&byte);
-    if !name.is_empty() && name.len() <= MAX_NAME && name.bytes().all(is_valid) {
+    let why = if name.is_empty() {
+        "it is empty".to_owned()
+    } else if name.len() > MAX_NAME {
+        format!("it has more than {MAX_NAME} characters")
+    } else if !name.bytes().all(is_valid) {
+        "it has other characters than a-z, 0-9, - and .".to_owned()
+    } else {
         return Ok(());
-    }
-    let message = format!(
-        "{name:?} is not the name of a {kind}: it has other characters than a-z, 0-9, - and ."
-    );
+    };
+    let message = format!("{name:?} is not the name of a {kind}: {why}");
     Err(Error::new(ErrorKind::InvalidArgument, message))
+}
+
+/// Splits NAMESPACE/NAME of a claim. `namespace` is the one that was named apart from it.
+fn split<'a>(namespace: Option<&'a str>, claim: &'a str) -> Result<(Option<&'a str>, &'a str)> {
+    let Some((own, name)) = claim.split_once('/') else { return Ok((namespace, claim)) };
+    match namespace {
+        Some(other) if other != own => {
+            let message = format!("{claim} is in the namespace {own}, and -n names {other}");
+            let error = Error::new(ErrorKind::InvalidArgument, message);
+            Err(error.with_repair("name the namespace once"))
+        }
+        _ => Ok((Some(own), name)),
+    }
 }
 
 /// As [`call`], with the rights of the kubeconfig's user.
@@ -336,11 +363,10 @@ fn handle<'a>(volume: &'a PersistentVolume, driver: &str) -> Option<&'a str> {
     (csi.driver == driver).then_some(&*csi.volume_handle)
 }
 
-/// Whether a pod uses a claim of its namespace and has not ended.
+/// Whether a pod uses a claim of its namespace, also one that is made for it, and has not ended.
 fn uses(pod: &Pod, claim: &str) -> bool {
-    let volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
-    let mut claims = volumes.filter_map(|volume| volume.persistent_volume_claim.as_ref());
-    claims.any(|used| used.claim_name == claim) && !has_ended(pod)
+    let name = format!("{}/{claim}", pod.namespace().unwrap_or_default());
+    pods::claims(pod).contains(&name) && !has_ended(pod)
 }
 
 fn has_ended(pod: &Pod) -> bool {
@@ -356,5 +382,48 @@ fn ago(then: Time, now: Time) -> String {
         120..7200 => format!("{} min", seconds / 60),
         7200..172_800 => format!("{} h", seconds / 3600),
         _ => format!("{} days", seconds / 86_400),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_claim_that_is_made_for_a_pod_is_one_of_its_claims() {
+        let template = json!({ "volumeClaimTemplate": { "spec": {} } });
+        let named = json!({ "claimName": "data" });
+        let pod: Pod = serde_json::from_value(json!({
+            "metadata": { "name": "db", "namespace": "prod" },
+            "spec": { "containers": [], "volumes": [
+                { "name": "scratch", "ephemeral": template },
+                { "name": "v", "persistentVolumeClaim": named },
+            ] },
+        }))
+        .unwrap();
+        let used = ["db-scratch", "data", "scratch", "v"].map(|claim| uses(&pod, claim));
+        assert_eq!(used, [true, true, false, false]);
+    }
+
+    #[test]
+    fn two_namespaces_of_a_claim_are_refused() {
+        assert_eq!(split(None, "x").unwrap(), (None, "x"));
+        assert_eq!(split(Some("prod"), "x").unwrap(), (Some("prod"), "x"));
+        assert_eq!(split(Some("prod"), "prod/x").unwrap(), (Some("prod"), "x"));
+        let error = split(Some("staging"), "prod/x").unwrap_err();
+        assert_eq!(error.message(), "prod/x is in the namespace prod, and -n names staging");
+    }
+
+    #[test]
+    fn an_impossible_name_is_refused_with_what_is_wrong() {
+        let long = "a".repeat(MAX_NAME + 1);
+        let cases = [("", "is empty"), (&*long, "more than 253"), ("A", "other characters")];
+        for (name, why) in cases {
+            let error = check_name("node", name).unwrap_err();
+            assert!(error.message().contains(why), "{error}");
+        }
+        assert!(check_name("node", &long[1..]).is_ok());
     }
 }
