@@ -28,6 +28,7 @@ use crate::cluster::Cluster;
 use crate::config::Remediation;
 use crate::heartbeat;
 use crate::nodes;
+use crate::source;
 use beats::{Beats, Silence};
 use plan::{Observed, Step, plan};
 
@@ -39,14 +40,7 @@ const PERIOD: Duration = Duration::from_secs(1);
 
 /// Remediates until the future is dropped.
 pub(crate) async fn run(cluster: Arc<Cluster>, settings: Remediation) {
-    let mut watch = Watch {
-        cluster,
-        settings,
-        beats: Beats::default(),
-        cleared: BTreeSet::new(),
-        said: BTreeMap::new(),
-        failed: String::new(),
-    };
+    let mut watch = Watch::new(cluster, settings);
     loop {
         let text = watch.turn().await.err().map(|error| message(&error)).unwrap_or_default();
         if text != watch.failed && !text.is_empty() {
@@ -57,10 +51,12 @@ pub(crate) async fn run(cluster: Arc<Cluster>, settings: Remediation) {
     }
 }
 
-/// The nodes that grants name.
+/// The nodes that have to do with grants.
 struct Volumes {
     /// Those that hold a volume.
     held: BTreeSet<String>,
+    /// Those that ask for one. A volume that is stored on its node needs no grant.
+    asked: BTreeSet<String>,
     /// Those that were fenced from one, and have not cleaned up.
     fenced: BTreeSet<String>,
 }
@@ -72,7 +68,10 @@ impl Volumes {
             held.extend(grant.spec.holders.iter().map(|holder| holder.node.clone()));
             fenced.extend(grant.status.grant.fences.iter().map(|fence| fence.node.clone()));
         }
-        Self { held, fenced }
+        let attachments = cluster.attachments.mirror.all();
+        let requests = attachments.iter().filter_map(|a| source::request(a, &cluster.finalizer));
+        let asked = requests.map(|request| request.node).collect();
+        Self { held, asked, fenced }
     }
 }
 
@@ -92,6 +91,17 @@ struct Watch {
 }
 
 impl Watch {
+    fn new(cluster: Arc<Cluster>, settings: Remediation) -> Self {
+        Self {
+            cluster,
+            settings,
+            beats: Beats::default(),
+            cleared: BTreeSet::new(),
+            said: BTreeMap::new(),
+            failed: String::new(),
+        }
+    }
+
     /// Looks at all nodes once, and makes the next step of each. A step that fails delays no other; the first error is
     /// returned.
     async fn turn(&mut self) -> Result<()> {
@@ -128,11 +138,11 @@ impl Watch {
         errors.into_iter().next().map_or(Ok(()), Err)
     }
 
-    /// Returns the nodes that have volumes of the driver, or are being remediated.
+    /// Returns the nodes that have volumes with grants, or are being remediated.
     fn names(&self, volumes: &Volumes) -> BTreeSet<String> {
-        let mut names: BTreeSet<String> = volumes.held.union(&volumes.fenced).cloned().collect();
-        let attachments = self.cluster.attachments.mirror.all();
-        names.extend(attachments.iter().map(|known| known.spec.node_name.clone()));
+        let Volumes { held, asked, fenced } = volumes;
+        let mut names: BTreeSet<String> =
+            [held, asked, fenced].into_iter().flatten().cloned().collect();
         let marked = self.cluster.nodes.mirror.all().into_iter();
         let marked = marked.filter(|node| node.annotations().contains_key(nodes::LOST));
         names.extend(marked.map(|node| node.name_any()));
@@ -179,6 +189,7 @@ impl Watch {
             silence: self.beats.silence(&name, timeout, now),
             is_back: self.beats.is_back(&name, timeout, now),
             holds: volumes.held.contains(&name),
+            asks: volumes.asked.contains(&name),
             fenced: volumes.fenced.contains(&name),
             has_pods: !self.cleared.contains(&name),
             name,
@@ -261,3 +272,6 @@ impl Watch {
         self.cluster.events.publish_about(&node.object_ref(&()), type_, &reason, text).await;
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -2,7 +2,7 @@
 
 use super::beats::Silence;
 
-/// What was observed of a node that has volumes of the driver, or is being remediated.
+/// What was observed of a node that has volumes with grants, or is being remediated.
 #[derive(Debug, Clone)]
 pub(super) struct Observed {
     pub(super) name: String,
@@ -17,6 +17,8 @@ pub(super) struct Observed {
     pub(super) is_back: bool,
     /// Whether a grant names it as a holder.
     pub(super) holds: bool,
+    /// Whether it asks for a grant.
+    pub(super) asks: bool,
     /// Whether a volume is fenced from it, and it has not cleaned up.
     pub(super) fenced: bool,
     /// Whether it may have pods with volumes of the driver.
@@ -40,19 +42,21 @@ pub(super) enum Step {
     Return,
 }
 
-/// Returns the next steps. At most `limit` nodes are marked at the same time: where more are silent, the network is the
+/// Returns the next steps. Only a node that holds a grant or asks for one is marked: without a grant nothing is fenced, and
+/// the volumes of its pods cannot move. At most `limit` nodes are marked at the same time: where more are silent, the network is the
 /// probable cause, and none is marked.
 pub(super) fn plan(nodes: &[Observed], limit: usize) -> Vec<(&str, Step)> {
     let is_silent = |node: &&Observed| {
         node.lost || (!node.maintenance && matches!(node.silence, Silence::Late | Silence::Lost))
     };
     let is_too_many = nodes.iter().filter(is_silent).count() > limit;
-    let step = |node: &Observed| match node {
-        Observed { lost: true, .. } => of_lost(node),
-        Observed { silence: Silence::Lost, maintenance: true, .. } => Some(Step::Spare),
-        Observed { silence: Silence::Lost, .. } if is_too_many => Some(Step::Refuse),
-        Observed { silence: Silence::Lost, .. } => Some(Step::Mark),
-        _ => None,
+    let step = |node: &Observed| match node.silence {
+        _ if node.lost => of_lost(node),
+        Silence::Lost if !node.holds && !node.asks => None,
+        Silence::Lost if node.maintenance => Some(Step::Spare),
+        Silence::Lost if is_too_many => Some(Step::Refuse),
+        Silence::Lost => Some(Step::Mark),
+        Silence::Unknown | Silence::No | Silence::Late => None,
     };
     nodes.iter().filter_map(|node| Some((node.name.as_str(), step(node)?))).collect()
 }
@@ -83,6 +87,7 @@ mod tests {
             silence,
             is_back: false,
             holds: true,
+            asks: true,
             fenced: false,
             has_pods: true,
         }
@@ -117,6 +122,15 @@ mod tests {
         let lost = Observed { lost: true, is_back: true, ..node("a", Silence::No) };
         assert_eq!(next(&lost), None);
         assert_eq!(next(&Observed { holds: false, ..lost }), Some(Step::Return));
+    }
+
+    #[test]
+    fn a_node_is_marked_only_if_it_holds_a_grant_or_asks_for_one() {
+        let silent = node("a", Silence::Lost);
+        let of = |holds, asks| next(&Observed { holds, asks, ..silent.clone() });
+        assert_eq!(of(true, false), Some(Step::Mark));
+        assert_eq!(of(false, true), Some(Step::Mark));
+        assert_eq!(of(false, false), None);
     }
 
     #[test]
