@@ -15,7 +15,8 @@ pub(super) enum Silence {
     Unknown,
     /// The kubelet or the agent has renewed its Lease in time.
     No,
-    /// The agent is late. Where many agents are, the network is the probable cause.
+    /// The agent is late, and the kubelet has not renewed its Lease since, or is late itself. Where many nodes are, the network
+    /// is the probable cause.
     Late,
     /// Neither has renewed its Lease within the timeout.
     Lost,
@@ -60,9 +61,11 @@ impl Beats {
     pub(super) fn silence(&self, node: &str, timeout: Duration, now: Instant) -> Silence {
         let Some([Some(kubelet), Some(agent)]) = self.0.get(node) else { return Silence::Unknown };
         let age = |beat: &Beat| now.saturating_duration_since(beat.seen);
+        // A kubelet that renews its Lease proves that the node works: the agent alone is broken.
+        let is_mute = || kubelet.seen <= agent.seen || age(kubelet) >= late(timeout);
         if age(kubelet).min(age(agent)) >= timeout {
             Silence::Lost
-        } else if age(agent) >= timeout / 2 {
+        } else if age(agent) >= timeout / 2 && is_mute() {
             Silence::Late
         } else {
             Silence::No
@@ -76,6 +79,11 @@ impl Beats {
             |beat: &Beat| beat.has_changed && now.saturating_duration_since(beat.seen) < timeout;
         beats.iter().all(|beat| beat.as_ref().is_some_and(is_fresh))
     }
+}
+
+/// Returns after which time a kubelet is late: it renews its Lease every 10 s.
+fn late(timeout: Duration) -> Duration {
+    timeout * 4 / 5
 }
 
 #[cfg(test)]
@@ -113,6 +121,22 @@ mod tests {
         observe(&mut beats, 3, Some(2), at(43));
         assert_eq!(beats.silence("a", TIMEOUT, at(57)), Silence::Late);
         assert_eq!(beats.silence("a", TIMEOUT, at(58)), Silence::Lost);
+    }
+
+    #[test]
+    fn a_node_whose_agent_alone_is_broken_is_not_late() {
+        let (mut beats, start) = (Beats::default(), Instant::now());
+        let at = |seconds| start + Duration::from_secs(seconds);
+        observe(&mut beats, 0, Some(1), start);
+        assert_eq!(beats.silence("a", TIMEOUT, at(8)), Silence::Late);
+        for second in (10..3600).step_by(10) {
+            observe(&mut beats, second / 10 % 60, Some(1), at(second));
+            assert_eq!(beats.silence("a", TIMEOUT, at(second)), Silence::No);
+            assert_eq!(beats.silence("a", TIMEOUT, at(second + 10)), Silence::No);
+        }
+        // The kubelet stops as well.
+        assert_eq!(beats.silence("a", TIMEOUT, at(3602)), Silence::Late);
+        assert_eq!(beats.silence("a", TIMEOUT, at(3605)), Silence::Lost);
     }
 
     #[test]
