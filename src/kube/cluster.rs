@@ -27,6 +27,7 @@ use crate::metrics::Metrics;
 use crate::mirror::Index;
 use crate::nodes;
 use crate::queue::Queue;
+use crate::remediation::beats::Beats;
 use crate::renewals::Renewals;
 use crate::source;
 use crate::storage::{Storage, StorageCalls};
@@ -83,6 +84,8 @@ pub(crate) struct Cluster {
     pub(crate) csi_nodes: Kind<CSINode>,
     pub(crate) leases: Kind<Lease>,
     pub(crate) renewals: Renewals,
+    /// When nodes have renewed their Leases, for remediation.
+    pub(crate) beats: Arc<Beats>,
     /// The Leases that agents renew, in the namespace of the controller.
     pub(crate) heartbeats: Kind<Lease>,
     pub(crate) queue: Queue<Key>,
@@ -114,6 +117,7 @@ impl Cluster {
             csi_nodes: Kind::new(Api::all(client.clone()), &[]),
             leases: Kind::new(Api::namespaced(client.clone(), nodes::LEASES), &[]),
             renewals: Renewals::default(),
+            beats: Arc::default(),
             heartbeats: Kind::new(Api::namespaced(client.clone(), config.namespace(client)), &[]),
             queue: Queue::new(random),
             events: Events::new(client.clone(), &config.identity),

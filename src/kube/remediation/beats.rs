@@ -2,6 +2,7 @@
 //! counts: the clock of a node can be wrong.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use k8s_openapi::api::coordination::v1::Lease;
@@ -10,7 +11,7 @@ use tokio::time::Instant;
 
 /// How long a node has been silent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Silence {
+pub(crate) enum Silence {
     /// The kubelet has no Lease, or the agent has never renewed its own.
     Unknown,
     /// The kubelet or the agent has renewed its Lease in time.
@@ -24,7 +25,7 @@ pub(super) enum Silence {
 
 /// The last renewals of all nodes.
 #[derive(Debug, Default)]
-pub(super) struct Beats(BTreeMap<String, [Option<Beat>; 2]>);
+pub(crate) struct Beats(Mutex<BTreeMap<String, [Option<Beat>; 2]>>);
 
 #[derive(Debug, Clone, Copy)]
 struct Beat {
@@ -37,8 +38,9 @@ struct Beat {
 
 impl Beats {
     /// Takes the Leases of a node as they are now: that of its kubelet, and that of its agent.
-    pub(super) fn observe(&mut self, node: &str, leases: [Option<&Lease>; 2], now: Instant) {
-        let known = self.0.entry(node.to_owned()).or_default();
+    pub(crate) fn observe(&self, node: &str, leases: [Option<&Lease>; 2], now: Instant) {
+        let mut all = self.lock();
+        let known = all.entry(node.to_owned()).or_default();
         for (beat, lease) in known.iter_mut().zip(leases) {
             let renewed = lease.and_then(|lease| lease.spec.as_ref()?.renew_time.as_ref());
             *beat = renewed.map(|renewed| match *beat {
@@ -49,17 +51,18 @@ impl Beats {
     }
 
     /// Forgets all nodes but these.
-    pub(super) fn keep(&mut self, nodes: &BTreeSet<String>) {
-        self.0.retain(|node, _| nodes.contains(node));
+    pub(crate) fn keep(&self, nodes: &BTreeSet<String>) {
+        self.lock().retain(|node, _| nodes.contains(node));
     }
 
     /// Begins again to measure all times, because no node could reach the API server.
-    pub(super) fn restart(&mut self, now: Instant) {
-        self.0.values_mut().flatten().flatten().for_each(|beat| beat.seen = now);
+    pub(crate) fn restart(&self, now: Instant) {
+        self.lock().values_mut().flatten().flatten().for_each(|beat| beat.seen = now);
     }
 
-    pub(super) fn silence(&self, node: &str, timeout: Duration, now: Instant) -> Silence {
-        let Some([Some(kubelet), Some(agent)]) = self.0.get(node) else { return Silence::Unknown };
+    pub(crate) fn silence(&self, node: &str, timeout: Duration, now: Instant) -> Silence {
+        let beats = self.lock().get(node).copied().unwrap_or_default();
+        let [Some(kubelet), Some(agent)] = &beats else { return Silence::Unknown };
         let age = |beat: &Beat| now.saturating_duration_since(beat.seen);
         // A kubelet that renews its Lease proves that the node works: the agent alone is broken.
         let is_mute = || kubelet.seen <= agent.seen || age(kubelet) >= late(timeout);
@@ -73,11 +76,21 @@ impl Beats {
     }
 
     /// Returns whether both have renewed their Leases, since this controller knows them and within the timeout.
-    pub(super) fn is_back(&self, node: &str, timeout: Duration, now: Instant) -> bool {
-        let Some(beats) = self.0.get(node) else { return false };
+    pub(crate) fn is_back(&self, node: &str, timeout: Duration, now: Instant) -> bool {
+        let Some(beats) = self.lock().get(node).copied() else { return false };
         let is_fresh =
             |beat: &Beat| beat.has_changed && now.saturating_duration_since(beat.seen) < timeout;
         beats.iter().all(|beat| beat.as_ref().is_some_and(is_fresh))
+    }
+
+    /// Returns when a node has given the last sign of life.
+    pub(crate) fn last(&self, node: &str) -> Option<Instant> {
+        let beats = self.lock().get(node).copied()?;
+        beats.iter().flatten().map(|beat| beat.seen).max()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, [Option<Beat>; 2]>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -99,38 +112,38 @@ mod tests {
     }
 
     /// Observes a node whose clock is wrong by years.
-    fn observe(beats: &mut Beats, kubelet: u64, agent: Option<u64>, now: Instant) {
+    fn observe(beats: &Beats, kubelet: u64, agent: Option<u64>, now: Instant) {
         let agent = agent.map(lease);
         beats.observe("a", [Some(&lease(kubelet)), agent.as_ref()], now);
     }
 
     #[test]
     fn a_node_is_lost_when_both_leases_are_stale_by_the_clock_of_the_controller() {
-        let (mut beats, start) = (Beats::default(), Instant::now());
+        let (beats, start) = (Beats::default(), Instant::now());
         let at = |seconds| start + Duration::from_secs(seconds);
         assert_eq!(beats.silence("a", TIMEOUT, start), Silence::Unknown);
-        observe(&mut beats, 1, None, start);
+        observe(&beats, 1, None, start);
         assert_eq!(beats.silence("a", TIMEOUT, at(20)), Silence::Unknown);
-        observe(&mut beats, 1, Some(1), at(20));
+        observe(&beats, 1, Some(1), at(20));
         assert_eq!(beats.silence("a", TIMEOUT, at(20)), Silence::No);
         assert_eq!(beats.silence("a", TIMEOUT, at(28)), Silence::Late);
         // The agent works, and the kubelet does not.
-        observe(&mut beats, 1, Some(2), at(28));
+        observe(&beats, 1, Some(2), at(28));
         assert_eq!(beats.silence("a", TIMEOUT, at(35)), Silence::No);
         assert_eq!(beats.silence("a", TIMEOUT, at(43)), Silence::Lost);
-        observe(&mut beats, 3, Some(2), at(43));
+        observe(&beats, 3, Some(2), at(43));
         assert_eq!(beats.silence("a", TIMEOUT, at(57)), Silence::Late);
         assert_eq!(beats.silence("a", TIMEOUT, at(58)), Silence::Lost);
     }
 
     #[test]
     fn a_node_whose_agent_alone_is_broken_is_not_late() {
-        let (mut beats, start) = (Beats::default(), Instant::now());
+        let (beats, start) = (Beats::default(), Instant::now());
         let at = |seconds| start + Duration::from_secs(seconds);
-        observe(&mut beats, 0, Some(1), start);
+        observe(&beats, 0, Some(1), start);
         assert_eq!(beats.silence("a", TIMEOUT, at(8)), Silence::Late);
         for second in (10..3600).step_by(10) {
-            observe(&mut beats, second / 10 % 60, Some(1), at(second));
+            observe(&beats, second / 10 % 60, Some(1), at(second));
             assert_eq!(beats.silence("a", TIMEOUT, at(second)), Silence::No);
             assert_eq!(beats.silence("a", TIMEOUT, at(second + 10)), Silence::No);
         }
@@ -141,8 +154,8 @@ mod tests {
 
     #[test]
     fn an_outage_of_the_api_server_makes_no_node_lost() {
-        let (mut beats, start) = (Beats::default(), Instant::now());
-        observe(&mut beats, 1, Some(1), start);
+        let (beats, start) = (Beats::default(), Instant::now());
+        observe(&beats, 1, Some(1), start);
         beats.restart(start + TIMEOUT);
         assert_eq!(beats.silence("a", TIMEOUT, start + TIMEOUT), Silence::No);
         assert_eq!(beats.silence("a", TIMEOUT, start + 2 * TIMEOUT), Silence::Lost);
@@ -150,12 +163,12 @@ mod tests {
 
     #[test]
     fn a_node_is_back_when_both_have_renewed() {
-        let (mut beats, start) = (Beats::default(), Instant::now());
-        observe(&mut beats, 1, Some(1), start);
+        let (beats, start) = (Beats::default(), Instant::now());
+        observe(&beats, 1, Some(1), start);
         assert!(!beats.is_back("a", TIMEOUT, start), "the first sight proves nothing");
-        observe(&mut beats, 1, Some(2), start);
+        observe(&beats, 1, Some(2), start);
         assert!(!beats.is_back("a", TIMEOUT, start));
-        observe(&mut beats, 2, Some(2), start);
+        observe(&beats, 2, Some(2), start);
         assert!(beats.is_back("a", TIMEOUT, start));
         assert!(!beats.is_back("a", TIMEOUT, start + TIMEOUT));
     }

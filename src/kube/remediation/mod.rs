@@ -9,9 +9,10 @@
 //! The Leases decide when to begin, and prove nothing: a node that lives has its volumes fenced, and loses no more than
 //! a reboot would cost it.
 
-mod beats;
+pub(crate) mod beats;
 mod objects;
 mod plan;
+mod pulse;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -21,16 +22,15 @@ use cleat_core::error::Result;
 use k8s_openapi::api::core::v1::Node;
 use kube::runtime::events::EventType;
 use kube::{Resource, ResourceExt};
-use tokio::time::Instant;
 
 use crate::api::message;
 use crate::cluster::Cluster;
 use crate::config::Remediation;
-use crate::heartbeat;
 use crate::nodes;
 use crate::source;
-use beats::{Beats, Silence};
+use beats::Silence;
 use plan::{Observed, Step, plan};
+use pulse::Pulse;
 
 /// The annotation of a node that is never remediated, with the value `true`.
 const MAINTENANCE: &str = "cleat.csi.storage/maintenance";
@@ -82,7 +82,7 @@ fn is_maintained(node: &Node) -> bool {
 struct Watch {
     cluster: Arc<Cluster>,
     settings: Remediation,
-    beats: Beats,
+    pulse: Pulse,
     /// The lost nodes without pods.
     cleared: BTreeSet<String>,
     /// The last step of each node that is repeated and has an event already.
@@ -93,9 +93,9 @@ struct Watch {
 impl Watch {
     fn new(cluster: Arc<Cluster>, settings: Remediation) -> Self {
         Self {
+            pulse: Pulse::new(&cluster, settings.timeout, settings.limit),
             cluster,
             settings,
-            beats: Beats::default(),
             cleared: BTreeSet::new(),
             said: BTreeMap::new(),
             failed: String::new(),
@@ -107,7 +107,7 @@ impl Watch {
     async fn turn(&mut self) -> Result<()> {
         let volumes = Volumes::of(&self.cluster);
         let names = self.names(&volumes);
-        self.beats.keep(&names);
+        self.pulse.beats().keep(&names);
         self.cleared.retain(|name| names.contains(name));
         let nodes: Vec<Arc<Node>> =
             names.iter().filter_map(|name| self.cluster.nodes.mirror.get(name)).collect();
@@ -119,12 +119,7 @@ impl Watch {
                 break;
             }
         }
-        self.observe_beats(&nodes);
-        if let Err(error) = self.read_silent(&nodes).await {
-            // The nodes may not have reached the API server either.
-            self.beats.restart(Instant::now());
-            return Err(error);
-        }
+        self.observe_beats(&nodes).await?;
         let observed: Vec<Observed> =
             nodes.iter().map(|node| self.observed(node, &volumes)).collect();
         let steps = plan(&observed, self.settings.limit);
@@ -149,45 +144,24 @@ impl Watch {
         names
     }
 
-    fn observe_beats(&mut self, nodes: &[Arc<Node>]) {
-        let now = Instant::now();
-        for node in nodes {
-            let name = node.name_any();
-            let kubelet = self.cluster.leases.mirror.get(&name);
-            let agent = self.cluster.heartbeats.mirror.get(&heartbeat::name_of(&name));
-            self.beats.observe(&name, [kubelet.as_deref(), agent.as_deref()], now);
-        }
-    }
-
-    /// Reads the Leases of nodes that seem to be silent: the watch may have stopped. Fails if the API server does not
-    /// answer. Reads a few nodes at most, because with more of them nothing is done.
-    async fn read_silent(&mut self, nodes: &[Arc<Node>]) -> Result<()> {
-        let now = Instant::now();
-        let mut left = self.settings.limit + 1;
-        for node in nodes {
-            let name = node.name_any();
-            let silence = self.beats.silence(&name, self.settings.timeout, now);
-            let is_silent = matches!(silence, Silence::Late | Silence::Lost);
-            let counts = !nodes::state(node, None).lost && !is_maintained(node);
-            if is_silent && counts && left > 0 {
-                left -= 1;
-                self.cluster.leases.refresh(&name).await?;
-                self.cluster.heartbeats.refresh(&heartbeat::name_of(&name)).await?;
-            }
-        }
-        self.observe_beats(nodes);
-        Ok(())
+    /// Observes the Leases of these nodes. Those in maintenance and those that are marked do not count as silent.
+    async fn observe_beats(&self, nodes: &[Arc<Node>]) -> Result<()> {
+        nodes.iter().for_each(|node| self.pulse.observe(&node.name_any()));
+        let counts = |node: &&Arc<Node>| !nodes::state(node, None).lost && !is_maintained(node);
+        let counted: Vec<String> =
+            nodes.iter().filter(counts).map(|node| node.name_any()).collect();
+        self.pulse.read_silent(counted.iter().map(String::as_str)).await
     }
 
     fn observed(&self, node: &Node, volumes: &Volumes) -> Observed {
-        let (name, now, timeout) = (node.name_any(), Instant::now(), self.settings.timeout);
+        let name = node.name_any();
         let state = nodes::state(node, None);
         Observed {
             lost: state.lost,
             tainted: state.out_of_service,
             maintenance: is_maintained(node),
-            silence: self.beats.silence(&name, timeout, now),
-            is_back: self.beats.is_back(&name, timeout, now),
+            silence: self.pulse.silence(&name),
+            is_back: self.pulse.is_back(&name),
             holds: volumes.held.contains(&name),
             asks: volumes.asked.contains(&name),
             fenced: volumes.fenced.contains(&name),
@@ -198,6 +172,10 @@ impl Watch {
 
     async fn step(&mut self, node: &Node, step: Step) -> Result<()> {
         let name = node.name_any();
+        // The watches may have stopped, and other nodes may have been read in the place of this one.
+        if step == Step::Mark && self.pulse.read(&name).await? != Silence::Lost {
+            return Ok(());
+        }
         if self.settings.dry_run || matches!(step, Step::Spare | Step::Refuse) {
             self.say_once(node, step).await;
             return Ok(());

@@ -151,3 +151,35 @@ async fn a_silent_node_with_volumes_that_are_stored_on_it_is_left_alone() {
     without.watch().turn().await.unwrap();
     assert!(without.asked.0.lock().unwrap().is_empty());
 }
+
+#[tokio::test(start_paused = true)]
+async fn no_node_is_marked_because_the_watches_have_stopped() {
+    let all = names(24);
+    let world = World::new(&all);
+    all.iter().for_each(|name| world.attach(name, "rbd/c/p//v"));
+    let mut watch = world.watch();
+    watch.turn().await.unwrap();
+    // All renew their Leases, and no watch shows it.
+    world.renews.store(true, Ordering::SeqCst);
+    turns(&mut watch).await;
+    assert!(world.marked().is_empty());
+    assert!(watch.said.is_empty(), "nor is the limit reached: {:?}", watch.said);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_leases_of_a_node_are_read_before_it_is_marked() {
+    let world = World::new(&names(1));
+    world.attach("n00", "rbd/c/p//v");
+    let mut watch = world.watch();
+    watch.turn().await.unwrap();
+    tokio::time::advance(TIMEOUT).await;
+    let known = world.cluster.nodes.mirror.get("n00").unwrap();
+    assert_eq!(watch.pulse.silence("n00"), Silence::Lost);
+    world.renews.store(true, Ordering::SeqCst);
+    watch.step(&known, Step::Mark).await.unwrap();
+    assert!(world.marked().is_empty());
+    world.renews.store(false, Ordering::SeqCst);
+    tokio::time::advance(TIMEOUT).await;
+    watch.step(&known, Step::Mark).await.unwrap();
+    assert_eq!(world.marked(), ["n00"]);
+}
