@@ -22,6 +22,7 @@ use crate::leader::lead;
 use crate::lease::Election;
 use crate::metrics::Metrics;
 use crate::server::{Role, Server};
+use crate::standby;
 use crate::storage::Storage;
 
 /// The time between two attempts to reach the API server.
@@ -105,11 +106,14 @@ async fn serve(
     loop {
         role.send_replace(Role::Standby);
         tracing::info!(lease = config.lease(), "waiting for the lease");
-        election.acquire().await;
+        let candidate = || -> Result<Cluster> {
+            let (storage, metrics) = (Arc::clone(storage), Arc::clone(metrics));
+            Ok(Cluster::new(client, config, storage, metrics, Random::from_kernel()?))
+        };
+        let beats = standby::until(election.acquire(), candidate()?).await;
         role.send_replace(Role::Syncing);
-        let (storage, metrics) = (Arc::clone(storage), Arc::clone(metrics));
-        let random = Random::from_kernel()?;
-        let cluster = Cluster::new(client, config, storage, Arc::clone(&metrics), random);
+        // Its mirrors are empty: the leader lists all objects itself.
+        let cluster = Cluster { beats, ..candidate()? };
         let lost = tokio::select! {
             error = lead(Arc::new(cluster), role) => return Err(error),
             lost = election.hold() => lost,

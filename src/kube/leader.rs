@@ -148,6 +148,12 @@ async fn update_gauges(cluster: &Cluster) -> Infallible {
     }
 }
 
+/// Starts the watches of the Leases of kubelets and agents, for a candidate.
+pub(crate) fn feed_beats(tasks: &mut JoinSet<()>, cluster: &Arc<Cluster>) {
+    feed(tasks, cluster, |cluster| &cluster.leases, |_, _| true, |_, _| {});
+    feed(tasks, cluster, |cluster| &cluster.heartbeats, is_heartbeat, |_, _| {});
+}
+
 /// Returns whether everything but the attachments was listed.
 fn has_listed(cluster: &Cluster) -> bool {
     let wanted = cluster.wanted.as_ref().is_none_or(|wanted| {

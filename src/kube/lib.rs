@@ -49,6 +49,7 @@ pub mod report;
 pub mod rights;
 mod server;
 mod source;
+mod standby;
 pub mod storage;
 mod sweep;
 mod volumes;

@@ -1,5 +1,5 @@
 //! When the controller has seen the kubelet and the agent of a node renew their Leases. Only the controller's own clock
-//! counts: the clock of a node can be wrong.
+//! counts: the clock of a node can be wrong. A candidate observes them before it leads (`standby`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};

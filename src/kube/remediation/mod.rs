@@ -28,7 +28,7 @@ use crate::cluster::Cluster;
 use crate::config::Remediation;
 use crate::nodes;
 use crate::source;
-use beats::Silence;
+pub(crate) use beats::{Beats, Silence};
 use plan::{Observed, Step, plan};
 use pulse::Pulse;
 
@@ -37,6 +37,22 @@ const MAINTENANCE: &str = "cleat.csi.storage/maintenance";
 
 /// The time between two looks.
 const PERIOD: Duration = Duration::from_secs(1);
+
+/// Observes the Leases of nodes until the future is dropped, and does nothing about them. The watches of the Leases run.
+pub(crate) async fn observe(cluster: &Arc<Cluster>, settings: Remediation) {
+    let pulse = Pulse::new(cluster, settings.timeout, settings.limit);
+    loop {
+        let kubelets = cluster.leases.mirror.all();
+        let names: Vec<String> = kubelets.iter().map(|lease| lease.name_any()).collect();
+        if cluster.heartbeats.mirror.is_complete() {
+            names.iter().for_each(|name| pulse.observe(name));
+            if let Err(error) = pulse.read_silent(names.iter().map(String::as_str)).await {
+                tracing::debug!("{}", error.report());
+            }
+        }
+        tokio::time::sleep(PERIOD).await;
+    }
+}
 
 /// Remediates until the future is dropped.
 pub(crate) async fn run(cluster: Arc<Cluster>, settings: Remediation) {
