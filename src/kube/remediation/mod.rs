@@ -10,6 +10,7 @@
 //! a reboot would cost it.
 
 pub(crate) mod beats;
+mod deletion;
 mod objects;
 mod plan;
 mod pulse;
@@ -101,6 +102,8 @@ struct Watch {
     pulse: Pulse,
     /// The lost nodes without pods.
     cleared: BTreeSet<String>,
+    /// For each lost node, the pods that tolerate the taint and were there when its pods were first listed.
+    tolerating: BTreeMap<String, BTreeSet<String>>,
     /// The last step of each node that is repeated and has an event already.
     said: BTreeMap<String, Step>,
     failed: String,
@@ -113,6 +116,7 @@ impl Watch {
             cluster,
             settings,
             cleared: BTreeSet::new(),
+            tolerating: BTreeMap::new(),
             said: BTreeMap::new(),
             failed: String::new(),
         }
@@ -125,6 +129,7 @@ impl Watch {
         let names = self.names(&volumes);
         self.pulse.beats().keep(&names);
         self.cleared.retain(|name| names.contains(name));
+        self.tolerating.retain(|name, _| names.contains(name));
         let nodes: Vec<Arc<Node>> =
             names.iter().filter_map(|name| self.cluster.nodes.mirror.get(name)).collect();
         let mut errors = Vec::new();
@@ -209,8 +214,14 @@ impl Watch {
                 return Ok(());
             }
             Step::Return => {
+                // It may have cleaned up before its pods were deleted. Their mounts do not work any more.
+                if self.delete_running_pods(&name).await? > 0 {
+                    self.say_once(node, Step::DeletePods).await;
+                    return Ok(());
+                }
                 self.unmark(node).await?;
                 self.cleared.remove(&name);
+                self.tolerating.remove(&name);
             }
             Step::Spare | Step::Refuse => {}
         }

@@ -1,17 +1,14 @@
-//! The objects that remediation writes: the Lease of an agent, the mark and the taint of a node, and pods.
-
-use std::collections::BTreeSet;
+//! The objects that remediation writes: the Lease of an agent, and the mark and the taint of a node.
 
 use cleat_core::error::{ErrorKind, Result};
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::{Node, Pod, Taint};
+use k8s_openapi::api::core::v1::{Node, Taint};
 use kube::ResourceExt;
-use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams, Preconditions};
+use kube::api::PostParams;
 use serde_json::{Value, json};
 
 use super::Watch;
 use crate::api::{self, call};
-use crate::attach_detach::pods;
 use crate::heartbeat;
 use crate::nodes::{LOST, OUT_OF_SERVICE};
 
@@ -85,71 +82,8 @@ impl Watch {
         self.cluster.look_at_node(&node.name_any());
         Ok(())
     }
-
-    /// Deletes the pods of a node that use volumes of the driver. Returns how many there were.
-    pub(super) async fn delete_pods(&self, node: &str) -> Result<usize> {
-        let client = self.cluster.nodes.api.clone().into_client();
-        let selected = ListParams::default().fields(&format!("spec.nodeName={node}"));
-        let all = Api::<Pod>::all(client.clone());
-        let request = all.list(&selected);
-        let pods = call(|| format!("cannot list the pods of node {node}"), request).await?;
-        let claims: BTreeSet<String> =
-            self.cluster.volumes.mirror.all().iter().filter_map(|v| pods::claim_of(v)).collect();
-        let ours: Vec<&Pod> = pods.iter().filter(|pod| self.uses(pod, &claims)).collect();
-        for pod in &ours {
-            let namespace = pod.namespace().unwrap_or_default();
-            delete(&Api::namespaced(client.clone(), &namespace), pod).await?;
-            self.cluster.metrics.write("pod");
-            tracing::warn!(node, pod = format!("{namespace}/{}", pod.name_any()), "deleted");
-        }
-        Ok(ours.len())
-    }
-
-    fn uses(&self, pod: &Pod, claims: &BTreeSet<String>) -> bool {
-        let volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
-        let mut inline = volumes.filter_map(|volume| volume.csi.as_ref());
-        pods::claims(pod).iter().any(|claim| claims.contains(claim))
-            || inline.any(|source| source.driver == self.cluster.config.driver)
-    }
-}
-
-/// Converts the absence of an object into success.
-fn unless_gone<T>(result: Result<T>) -> Result<()> {
-    match result {
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-        result => result.map(drop),
-    }
 }
 
 fn taints(node: &Node) -> Vec<Taint> {
     node.spec.iter().flat_map(|spec| spec.taints.iter().flatten()).cloned().collect()
-}
-
-/// Deletes a pod whose node cannot end it, as the garbage collection of Kubernetes does: a pod that has not ended
-/// becomes `Failed` first, so that its Job or its StatefulSet knows.
-async fn delete(pods: &Api<Pod>, pod: &Pod) -> Result<()> {
-    let (name, uid) = (pod.name_any(), pod.uid());
-    let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
-    if !matches!(phase, Some("Succeeded" | "Failed")) {
-        let condition = json!({
-            "type": "DisruptionTarget", "status": "True", "reason": "NodeLost",
-            "message": "cleat: the node is lost, and its volumes are fenced",
-            "lastTransitionTime": api::timestamp().to_string(),
-        });
-        let body = json!({
-            "metadata": { "uid": uid }, "status": { "phase": "Failed", "conditions": [condition] },
-        });
-        let parameters = PatchParams::default();
-        let patch = Patch::Strategic(body);
-        let request = pods.patch_status(&name, &parameters, &patch);
-        unless_gone(call(|| format!("cannot end pod {name}"), request).await)?;
-    }
-    let preconditions = Preconditions { uid, resource_version: None };
-    let parameters = DeleteParams {
-        grace_period_seconds: Some(0),
-        preconditions: Some(preconditions),
-        ..DeleteParams::default()
-    };
-    let request = pods.delete(&name, &parameters);
-    unless_gone(call(|| format!("cannot delete pod {name}"), request).await)
 }

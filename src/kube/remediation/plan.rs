@@ -38,7 +38,7 @@ pub(super) enum Step {
     Taint,
     /// Delete the pods with volumes of the driver.
     DeletePods,
-    /// Remove mark and taint.
+    /// Remove mark and taint, when no pod runs with a volume that the node has lost.
     Return,
 }
 

@@ -4,6 +4,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::{Pod, Toleration};
 use k8s_openapi::api::storage::v1::VolumeAttachment;
 use serde_json::{Value, json};
 
@@ -21,7 +22,7 @@ const LIMIT: usize = 2;
 struct Asked(Arc<Mutex<Vec<(String, String)>>>);
 
 impl Asked {
-    /// Returns the names of the objects at which requests with this method were directed that have this kind.
+    /// Returns the names of the objects of this kind in the requests with this method.
     fn names(&self, method: &str, kind: &str) -> Vec<String> {
         let asked = self.0.lock().unwrap();
         let found = asked
@@ -37,13 +38,19 @@ struct World {
     asked: Asked,
     /// Whether the nodes renew their Leases. The watches do not show it.
     renews: Arc<AtomicBool>,
+    pods: Pods,
 }
+
+/// The pods of the API server. That of the name `refused` cannot be deleted.
+type Pods = Arc<Mutex<Vec<Pod>>>;
 
 impl World {
     /// Makes nodes that have renewed their Leases until now.
     fn new(nodes: &[String]) -> Self {
         let (asked, renews) = (Asked::default(), Arc::new(AtomicBool::new(false)));
         let (log, is_renewed) = (asked.clone(), Arc::clone(&renews));
+        let pods = Pods::default();
+        let known = Arc::clone(&pods);
         let cluster = fake::cluster_of(move |method, path| {
             let path = path.split('?').next().unwrap();
             log.0.lock().unwrap().push((method.to_owned(), path.to_owned()));
@@ -55,7 +62,15 @@ impl World {
                 ("GET", Some("leases")) => (200, json!(lease(name, 1))),
                 ("PATCH", Some("nodes")) => (200, node(name, &[nodes::LOST])),
                 ("GET", Some("v1")) if name == "pods" => {
-                    (200, json!({ "metadata": {}, "items": [] }))
+                    (200, json!({ "metadata": {}, "items": *known.lock().unwrap() }))
+                }
+                ("PATCH", Some(pod)) if name == "status" => (200, pod_of(pod, "Failed", &[])),
+                ("DELETE", Some("pods")) if name == "refused" => {
+                    (403, json!({ "status": "Failure", "reason": "Forbidden", "code": 403 }))
+                }
+                ("DELETE", Some("pods")) => {
+                    known.lock().unwrap().retain(|pod| pod.name_any() != name);
+                    (200, pod_of(name, "Failed", &[]))
                 }
                 _ => (500, Value::Null),
             }
@@ -65,7 +80,7 @@ impl World {
             cluster.leases.mirror.put(lease(name, 1));
             cluster.heartbeats.mirror.put(lease(&heartbeat::name_of(name), 1));
         }
-        Self { cluster: Arc::new(cluster), asked, renews }
+        Self { cluster: Arc::new(cluster), asked, renews, pods }
     }
 
     /// Attaches a volume to a node. It needs a grant unless it is stored there.
@@ -83,6 +98,29 @@ impl World {
         }))
         .unwrap();
         self.cluster.attachments.mirror.put(attachment);
+    }
+
+    /// Makes a PersistentVolume that is bound to the claim `claim`.
+    fn volume(&self, claim: &str, handle: &str) {
+        let volume = json!({
+            "metadata": { "name": claim, "uid": claim, "resourceVersion": "1" },
+            "spec": {
+                "claimRef": { "namespace": "default", "name": claim },
+                "csi": { "driver": DRIVER, "volumeHandle": handle },
+            },
+        });
+        self.cluster.volumes.mirror.put(serde_json::from_value(volume).unwrap());
+    }
+
+    /// Makes a pod with these claims on the node.
+    fn pod(&self, name: &str, phase: &str, claims: &[&str]) {
+        let pod = serde_json::from_value(pod_of(name, phase, claims)).unwrap();
+        self.pods.lock().unwrap().push(pod);
+    }
+
+    /// Returns the names of the pods that exist.
+    fn left(&self) -> Vec<String> {
+        self.pods.lock().unwrap().iter().map(ResourceExt::name_any).collect()
     }
 
     /// Returns the nodes that are marked as lost.
@@ -110,6 +148,18 @@ fn node(name: &str, annotations: &[&str]) -> Value {
         "metadata": {
             "name": name, "uid": name, "resourceVersion": version, "annotations": annotations,
         },
+    })
+}
+
+fn pod_of(name: &str, phase: &str, claims: &[&str]) -> Value {
+    let volume =
+        |claim: &&str| json!({ "name": claim, "persistentVolumeClaim": { "claimName": claim } });
+    let volumes: Vec<Value> = claims.iter().map(volume).collect();
+    json!({
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": { "name": name, "namespace": "default", "uid": name },
+        "spec": { "nodeName": "n00", "containers": [], "volumes": volumes },
+        "status": { "phase": phase },
     })
 }
 
@@ -182,4 +232,61 @@ async fn the_leases_of_a_node_are_read_before_it_is_marked() {
     tokio::time::advance(TIMEOUT).await;
     watch.step(&known, Step::Mark).await.unwrap();
     assert_eq!(world.marked(), ["n00"]);
+}
+
+#[tokio::test]
+async fn a_node_that_has_cleaned_up_before_its_pods_were_deleted_loses_those_that_run_first() {
+    let world = World::new(&names(1));
+    world.volume("granted", "rbd/c/p//v");
+    world.volume("stored", "local/n00/v");
+    world.pod("runs", "Running", &["granted"]);
+    world.pod("runs-without-grants", "Running", &["stored"]);
+    world.pod("waits", "Pending", &["granted"]);
+    let marked = serde_json::from_value(node("n00", &[nodes::LOST])).unwrap();
+    let marked = world.cluster.nodes.mirror.put(marked);
+    let mut watch = world.watch();
+    watch.step(&marked, Step::Return).await.unwrap();
+    assert_eq!(world.left(), ["runs-without-grants", "waits"]);
+    assert!(world.asked.names("PATCH", "nodes").is_empty(), "it is not in service yet");
+    watch.step(&marked, Step::Return).await.unwrap();
+    assert_eq!(world.left().len(), 2);
+    assert_eq!(world.asked.names("PATCH", "nodes"), ["n00"]);
+}
+
+#[tokio::test]
+async fn a_pod_whose_deletion_is_refused_keeps_no_other() {
+    let world = World::new(&names(1));
+    world.volume("c", "rbd/c/p//v");
+    ["refused", "other"].iter().for_each(|name| world.pod(name, "Running", &["c"]));
+    let mut watch = world.watch();
+    let error = watch.delete_pods("n00").await.unwrap_err();
+    assert!(error.message().contains("cannot delete pod refused"), "{error}");
+    assert_eq!(world.left(), ["refused"]);
+}
+
+#[tokio::test]
+async fn a_pod_that_is_made_again_on_the_node_is_deleted_once() {
+    let world = World::new(&names(1));
+    world.volume("c", "rbd/c/p//v");
+    let make = |name: &str, key: Option<&str>| {
+        world.pod(name, "Pending", &["c"]);
+        let toleration = Toleration {
+            key: key.map(str::to_owned),
+            operator: Some("Exists".to_owned()),
+            ..Toleration::default()
+        };
+        let mut pods = world.pods.lock().unwrap();
+        let spec = pods.last_mut().unwrap().spec.as_mut().unwrap();
+        spec.tolerations = Some(vec![toleration]);
+    };
+    make("first", None);
+    let mut watch = world.watch();
+    assert_eq!(watch.delete_pods("n00").await.unwrap(), 1);
+    assert!(world.left().is_empty());
+    make("again", None);
+    make("of-the-taint", Some(nodes::OUT_OF_SERVICE));
+    make("of-another-taint", Some("node.kubernetes.io/not-ready"));
+    assert_eq!(watch.delete_pods("n00").await.unwrap(), 1);
+    assert_eq!(world.left(), ["again", "of-the-taint"]);
+    assert_eq!(watch.delete_pods("n00").await.unwrap(), 0);
 }
