@@ -124,7 +124,9 @@ fn of_pod(facts: &Facts<'_>, pod: &Pod) -> Option<Stop> {
     let Some(node) = node_of(pod) else { return Some(unscheduled(pod)) };
     if phase(pod) == Some("Running") {
         // What the pod has lost, although kubelet has not said so.
-        return of_node(facts, node).or_else(|| taken(facts, node));
+        return of_node(facts, node)
+            .or_else(|| taken(facts, node))
+            .or_else(|| not_staged(facts, node, &pod.name_any()));
     }
     of_registration(facts, node)
         .or_else(|| of_attachment(facts, node))
@@ -171,6 +173,26 @@ fn taken(facts: &Facts<'_>, node: &str) -> Option<Stop> {
     is_broken.then(|| {
         stop(format!("node {node} reports that it has lost the volume: {}", reason(condition)), end)
     })
+}
+
+/// A pod that runs, while its node has said nothing about the volume with its present grant: the mount is of an earlier
+/// grant, and does not work.
+fn not_staged(facts: &Facts<'_>, node: &str, pod: &str) -> Option<Stop> {
+    let grant = facts.grant.as_ref()?.stored().grant;
+    let holder = grant.holder(node)?;
+    let generation = holder.generation;
+    let condition = grant.entry(node).and_then(|entry| entry.condition(Signal::SafeToMount));
+    if condition.is_some_and(|condition| condition.generation == generation) {
+        return None;
+    }
+    let since = ago(holder.since, facts.now);
+    Some(stop(
+        format!(
+            "pod {pod} runs, and node {node} has not staged the volume with its grant of generation \
+             {generation}, for {since}"
+        ),
+        format!("delete pod {pod}, so that kubelet stages the volume again"),
+    ))
 }
 
 /// A node that was fenced and has not cleaned up.

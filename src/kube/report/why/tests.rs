@@ -217,6 +217,16 @@ fn a_running_pod_waits_if_its_node_is_lost_or_the_volume_was_taken_from_it() {
         running(f);
         f.grant = Some(grant(json!([condition("False", "Lost", "gone")])));
     });
+    let why =
+        check("pod p runs, and node b has not staged the volume with its grant of gen", |f| {
+            running(f);
+            f.grant = Some(grant(json!([])));
+        });
+    assert!(why.action.unwrap().starts_with("delete pod p"));
+    check("grant of generation 3", |f| {
+        running(f);
+        f.grant.as_mut().unwrap().spec.holders[0].generation.0 = 3;
+    });
     let why = check("node b was fenced", |f| {
         running(f);
         let grant = f.grant.as_mut().unwrap();
