@@ -79,7 +79,10 @@ pub(super) struct Controller {
     #[arg(long)]
     remediate: bool,
     /// How long kubelet and agent must be silent, in seconds
-    #[arg(long, value_name = "SECONDS", default_value_t = 15, requires = "remediate", value_parser = clap::value_parser!(u64).range(5..=3600))]
+    ///
+    /// 15 at least: kubelet renews its Lease every 10 s, and a node that works must not become silent because the API server
+    /// pauses for a few seconds.
+    #[arg(long, value_name = "SECONDS", default_value_t = 15, requires = "remediate", value_parser = clap::value_parser!(u64).range(15..=3600))]
     remediation_timeout: u64,
     /// How many nodes may be lost at the same time: where more are silent, nothing is done
     #[arg(long, value_name = "N", default_value_t = 2, requires = "remediate", value_parser = clap::value_parser!(u16).range(1..))]
@@ -159,4 +162,22 @@ fn identity() -> Result<String> {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let number = Random::from_kernel()?.next();
     Ok(format!("{}_{number:016x}", host.trim()))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{Args as _, Command};
+
+    use super::*;
+
+    #[test]
+    fn a_node_must_be_silent_for_longer_than_kubelet_takes_to_renew_its_lease() {
+        let parse = |seconds| {
+            let command = Controller::augment_args(Command::new("controller"));
+            let args = ["controller", "--remediate", "--remediation-timeout", seconds];
+            command.try_get_matches_from(args)
+        };
+        parse("15").unwrap();
+        assert!(parse("14").unwrap_err().to_string().contains("14 is not in 15..=3600"));
+    }
 }

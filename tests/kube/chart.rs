@@ -156,6 +156,7 @@ fn wrong_values_are_refused_with_the_place_and_the_cause() {
         ("nodes=1", "at '': additional properties 'nodes' not allowed"),
         ("controller.replica=3", "at '/controller': additional properties 'replica' not allowed"),
         ("controller.replicas=0", "at '/controller/replicas': minimum: got 0, want 1"),
+        ("remediation.timeout=14", "at '/remediation/timeout': minimum: got 14, want 15"),
         ("controller.replicas=many", "at '/controller/replicas': got string, want integer"),
         ("node.config.csi.grants=false", "at '/node/config/csi': additional properties 'grants'"),
         ("monitoring.enabled=true,monitoring.interval=often", "at '/monitoring/interval'"),
