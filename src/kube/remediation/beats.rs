@@ -23,6 +23,9 @@ pub(crate) enum Silence {
     Lost,
 }
 
+/// Within how many seconds nodes fall silent for the same reason.
+const TOGETHER_S: i64 = 300;
+
 /// The last renewals of all nodes.
 #[derive(Debug, Default)]
 pub(crate) struct Beats(Mutex<BTreeMap<String, [Option<Beat>; 2]>>);
@@ -81,6 +84,21 @@ impl Beats {
         let is_fresh =
             |beat: &Beat| beat.has_changed && now.saturating_duration_since(beat.seen) < timeout;
         beats.iter().all(|beat| beat.as_ref().is_some_and(is_fresh))
+    }
+
+    /// Returns whether the kubelet of a node is late, of whose agent nothing is known: it needs none.
+    pub(crate) fn is_stale(&self, node: &str, timeout: Duration, now: Instant) -> bool {
+        let Some([Some(kubelet), None]) = self.lock().get(node).copied() else { return false };
+        now.saturating_duration_since(kubelet.seen) >= late(timeout)
+    }
+
+    /// Returns whether a node has fallen silent with another one, or later. Only here the times count that the nodes have
+    /// written: a controller that has begun after both have ended knows nothing else.
+    pub(crate) fn is_with(&self, node: &str, other: &str) -> bool {
+        let all = self.lock();
+        let written = |node| all.get(node)?[0].map(|kubelet: Beat| kubelet.renewed.as_second());
+        let both = written(node).zip(written(other));
+        both.is_some_and(|(node, other)| node + TOGETHER_S >= other)
     }
 
     /// Returns when a node has given the last sign of life.
@@ -159,6 +177,30 @@ mod tests {
         beats.restart(start + TIMEOUT);
         assert_eq!(beats.silence("a", TIMEOUT, start + TIMEOUT), Silence::No);
         assert_eq!(beats.silence("a", TIMEOUT, start + 2 * TIMEOUT), Silence::Lost);
+    }
+
+    #[test]
+    fn a_node_without_an_agent_is_stale_when_its_kubelet_is_late() {
+        let (beats, start) = (Beats::default(), Instant::now());
+        observe(&beats, 1, None, start);
+        let at = |seconds| beats.is_stale("a", TIMEOUT, start + Duration::from_secs(seconds));
+        assert!(!at(11) && at(12));
+        observe(&beats, 1, Some(1), start);
+        assert!(!at(12));
+    }
+
+    #[test]
+    fn a_node_that_has_been_off_for_long_has_not_fallen_silent_with_another_one() {
+        let (beats, now) = (Beats::default(), Instant::now());
+        for (name, time) in [("off", "00:00"), ("a", "05:01"), ("b", "05:01"), ("c", "59:00")] {
+            let time = format!("2030-01-01T00:{time}.000000Z");
+            let lease = json!({ "metadata": {}, "spec": { "renewTime": time } });
+            let lease = serde_json::from_value(lease).unwrap();
+            beats.observe(name, [Some(&lease), None], now);
+        }
+        assert!(beats.is_with("b", "a") && beats.is_with("c", "a"));
+        assert!(!beats.is_with("off", "a") && !beats.is_with("a", "c"));
+        assert!(!beats.is_with("unknown", "a"));
     }
 
     #[test]

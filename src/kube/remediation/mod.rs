@@ -47,7 +47,7 @@ pub(crate) async fn observe(cluster: &Arc<Cluster>, settings: Remediation) {
         let names: Vec<String> = kubelets.iter().map(|lease| lease.name_any()).collect();
         if cluster.heartbeats.mirror.is_complete() {
             names.iter().for_each(|name| pulse.observe(name));
-            if let Err(error) = pulse.read_silent(names.iter().map(String::as_str)).await {
+            if let Err(error) = pulse.read_silent(&names, &[]).await {
                 tracing::debug!("{}", error.report());
             }
         }
@@ -127,7 +127,6 @@ impl Watch {
     async fn turn(&mut self) -> Result<()> {
         let volumes = Volumes::of(&self.cluster);
         let names = self.names(&volumes);
-        self.pulse.beats().keep(&names);
         self.cleared.retain(|name| names.contains(name));
         self.tolerating.retain(|name, _| names.contains(name));
         let nodes: Vec<Arc<Node>> =
@@ -140,9 +139,9 @@ impl Watch {
                 break;
             }
         }
-        self.observe_beats(&nodes).await?;
+        let silent_others = self.observe_beats(&names).await?;
         let observed: Vec<Observed> =
-            nodes.iter().map(|node| self.observed(node, &volumes)).collect();
+            nodes.iter().map(|node| self.observed(node, &volumes, &silent_others)).collect();
         let steps = plan(&observed, self.settings.limit);
         self.said.retain(|name, _| steps.iter().any(|(other, _)| other == name));
         for (name, step) in steps {
@@ -165,23 +164,33 @@ impl Watch {
         names
     }
 
-    /// Observes the Leases of these nodes. Those in maintenance and those that are marked do not count as silent.
-    async fn observe_beats(&self, nodes: &[Arc<Node>]) -> Result<()> {
-        nodes.iter().for_each(|node| self.pulse.observe(&node.name_any()));
+    /// Observes the Leases of all nodes, of which `names` have to do with grants. Returns the others that are silent. Those in
+    /// maintenance and those that are marked do not count.
+    async fn observe_beats(&self, names: &BTreeSet<String>) -> Result<Vec<String>> {
+        let all = self.cluster.nodes.mirror.all();
         let counts = |node: &&Arc<Node>| !nodes::state(node, None).lost && !is_maintained(node);
-        let counted: Vec<String> =
-            nodes.iter().filter(counts).map(|node| node.name_any()).collect();
-        self.pulse.read_silent(counted.iter().map(String::as_str)).await
+        self.pulse.beats().keep(&all.iter().map(|node| node.name_any()).collect());
+        all.iter().for_each(|node| self.pulse.observe(&node.name_any()));
+        let counted = all.iter().filter(counts).map(|node| node.name_any());
+        let (known, others): (Vec<String>, Vec<String>) =
+            counted.partition(|name| names.contains(name));
+        self.pulse.read_silent(&known, &others).await?;
+        // The plan itself counts those of which the agent is known.
+        let is_unknown = |name: &String| self.pulse.silence(name) == Silence::Unknown;
+        let known = known.into_iter().filter(is_unknown);
+        Ok(known.chain(others).filter(|name| self.pulse.is_suspect(name)).collect())
     }
 
-    fn observed(&self, node: &Node, volumes: &Volumes) -> Observed {
+    fn observed(&self, node: &Node, volumes: &Volumes, silent_others: &[String]) -> Observed {
         let name = node.name_any();
         let state = nodes::state(node, None);
+        let is_with = |other: &&String| self.pulse.beats().is_with(other, &name);
         Observed {
             lost: state.lost,
             tainted: state.out_of_service,
             maintenance: is_maintained(node),
             silence: self.pulse.silence(&name),
+            others: silent_others.iter().filter(is_with).count(),
             is_back: self.pulse.is_back(&name),
             holds: volumes.held.contains(&name),
             asks: volumes.asked.contains(&name),

@@ -13,6 +13,8 @@ pub(super) struct Observed {
     /// Whether an administrator works on it.
     pub(super) maintenance: bool,
     pub(super) silence: Silence,
+    /// How many nodes that are not observed otherwise have fallen silent with it, or later.
+    pub(super) others: usize,
     /// Whether kubelet and agent work again.
     pub(super) is_back: bool,
     /// Whether a grant names it as a holder.
@@ -49,12 +51,12 @@ pub(super) fn plan(nodes: &[Observed], limit: usize) -> Vec<(&str, Step)> {
     let is_silent = |node: &&Observed| {
         node.lost || (!node.maintenance && matches!(node.silence, Silence::Late | Silence::Lost))
     };
-    let is_too_many = nodes.iter().filter(is_silent).count() > limit;
+    let silent = nodes.iter().filter(is_silent).count();
     let step = |node: &Observed| match node.silence {
         _ if node.lost => of_lost(node),
         Silence::Lost if !node.holds && !node.asks => None,
         Silence::Lost if node.maintenance => Some(Step::Spare),
-        Silence::Lost if is_too_many => Some(Step::Refuse),
+        Silence::Lost if silent + node.others > limit => Some(Step::Refuse),
         Silence::Lost => Some(Step::Mark),
         Silence::Unknown | Silence::No | Silence::Late => None,
     };
@@ -85,6 +87,7 @@ mod tests {
             tainted: false,
             maintenance: false,
             silence,
+            others: 0,
             is_back: false,
             holds: true,
             asks: true,
@@ -141,6 +144,8 @@ mod tests {
         assert_eq!(plan(&nodes, 2), [("a", Step::Mark)]);
         let repaired = Observed { maintenance: true, ..node("b", Silence::Lost) };
         assert_eq!(plan(&[nodes[0].clone(), repaired], 1), [("a", Step::Mark), ("b", Step::Spare)]);
+        let cut_off = Observed { others: 1, ..node("a", Silence::Lost) };
+        assert_eq!(plan(&[cut_off], 1), [("a", Step::Refuse)]);
         let lost = Observed { lost: true, ..node("d", Silence::Lost) };
         assert_eq!(plan(&[nodes[0].clone(), lost], 1), [("a", Step::Refuse)]);
     }

@@ -40,6 +40,16 @@ impl Pulse {
         self.beats().is_back(node, self.timeout, Instant::now())
     }
 
+    /// Returns whether a node seems not to work. For one whose agent has no Lease, its kubelet decides.
+    pub(super) fn is_suspect(&self, node: &str) -> bool {
+        let now = Instant::now();
+        match self.beats().silence(node, self.timeout, now) {
+            Silence::Late | Silence::Lost => true,
+            Silence::Unknown => self.beats().is_stale(node, self.timeout, now),
+            Silence::No => false,
+        }
+    }
+
     /// Takes what the watches have shown of a node.
     pub(super) fn observe(&self, node: &str) {
         let kubelet = self.cluster.leases.mirror.get(node);
@@ -47,30 +57,37 @@ impl Pulse {
         self.beats().observe(node, [kubelet.as_deref(), agent.as_deref()], Instant::now());
     }
 
-    /// Reads the Leases of those of `nodes` that seem to be silent, the one that is silent for the longest time first: the
-    /// watches may have stopped. Ends when more nodes are silent than the limit, because nothing is done then.
+    /// Reads the Leases of those of `nodes` that seem not to work, and of those of `others` if one of `nodes` does not: the
+    /// watches may have stopped. The one that is silent for the longest time comes first. Ends when more nodes are silent than
+    /// the limit, because nothing is done then.
     ///
     /// # Errors
     /// Returns an error if the API server does not answer. All times then begin again: the nodes may not have reached it
     /// either.
-    pub(super) async fn read_silent<'a>(&self, nodes: impl Iterator<Item = &'a str>) -> Result<()> {
-        let mut suspects: Vec<&str> = nodes.filter(|node| is_silent(self.silence(node))).collect();
-        suspects.sort_by_cached_key(|node| self.beats().last(node));
-        let mut silent = 0;
-        for node in suspects.into_iter().take(MAX_READ) {
-            match self.read(node).await {
-                Ok(silence) if is_silent(silence) => silent += 1,
-                Ok(_) => {}
-                Err(error) => {
-                    self.beats().restart(Instant::now());
-                    return Err(error);
-                }
+    pub(super) async fn read_silent(&self, nodes: &[String], others: &[String]) -> Result<()> {
+        let read = async {
+            let silent = self.read_suspects(nodes, 0).await?;
+            if silent > 0 {
+                self.read_suspects(others, silent).await?;
             }
+            Ok(())
+        };
+        read.await.inspect_err(|_| self.beats().restart(Instant::now()))
+    }
+
+    /// Returns how many nodes are silent, of which `silent` are known.
+    async fn read_suspects(&self, nodes: &[String], mut silent: usize) -> Result<usize> {
+        let suspects = nodes.iter().filter(|node| self.is_suspect(node));
+        let mut suspects: Vec<&String> = suspects.collect();
+        suspects.sort_by_cached_key(|node| self.beats().last(node));
+        for node in suspects.into_iter().take(MAX_READ) {
             if silent > self.limit {
                 break;
             }
+            self.read(node).await?;
+            silent += usize::from(self.is_suspect(node));
         }
-        Ok(())
+        Ok(silent)
     }
 
     /// Reads both Leases of a node, and returns how long it has been silent.
@@ -80,8 +97,4 @@ impl Pulse {
         self.observe(node);
         Ok(self.silence(node))
     }
-}
-
-fn is_silent(silence: Silence) -> bool {
-    matches!(silence, Silence::Late | Silence::Lost)
 }

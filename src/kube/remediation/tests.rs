@@ -38,6 +38,8 @@ struct World {
     asked: Asked,
     /// Whether the nodes renew their Leases. The watches do not show it.
     renews: Arc<AtomicBool>,
+    /// Whether only the agents of the first two nodes have Leases.
+    no_agents: Arc<AtomicBool>,
     pods: Pods,
 }
 
@@ -49,13 +51,20 @@ impl World {
     fn new(nodes: &[String]) -> Self {
         let (asked, renews) = (Asked::default(), Arc::new(AtomicBool::new(false)));
         let (log, is_renewed) = (asked.clone(), Arc::clone(&renews));
-        let pods = Pods::default();
-        let known = Arc::clone(&pods);
+        let (pods, no_agents) = (Pods::default(), Arc::new(AtomicBool::new(false)));
+        let (known, without) = (Arc::clone(&pods), Arc::clone(&no_agents));
         let cluster = fake::cluster_of(move |method, path| {
             let path = path.split('?').next().unwrap();
             log.0.lock().unwrap().push((method.to_owned(), path.to_owned()));
             let name = path.rsplit('/').next().unwrap();
             match (method, path.split('/').rev().nth(1)) {
+                ("GET", Some("leases"))
+                    if without.load(Ordering::SeqCst)
+                        && !["node-n00", "node-n01"].contains(&name)
+                        && name.starts_with("node-") =>
+                {
+                    (404, json!({ "status": "Failure", "reason": "NotFound", "code": 404 }))
+                }
                 ("GET", Some("leases")) if is_renewed.load(Ordering::SeqCst) => {
                     (200, json!(lease(name, 2)))
                 }
@@ -80,7 +89,7 @@ impl World {
             cluster.leases.mirror.put(lease(name, 1));
             cluster.heartbeats.mirror.put(lease(&heartbeat::name_of(name), 1));
         }
-        Self { cluster: Arc::new(cluster), asked, renews, pods }
+        Self { cluster: Arc::new(cluster), asked, renews, no_agents, pods }
     }
 
     /// Attaches a volume to a node. It needs a grant unless it is stored there.
@@ -289,4 +298,29 @@ async fn a_pod_that_is_made_again_on_the_node_is_deleted_once() {
     assert_eq!(watch.delete_pods("n00").await.unwrap(), 1);
     assert_eq!(world.left(), ["again", "of-the-taint"]);
     assert_eq!(watch.delete_pods("n00").await.unwrap(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn nodes_without_volumes_count_when_they_fall_silent_together() {
+    let all = names(30);
+    let world = World::new(&all);
+    all[..2].iter().for_each(|name| world.attach(name, "rbd/c/p//v"));
+    for name in &all[2..] {
+        world.cluster.heartbeats.mirror.remove(&heartbeat::name_of(name));
+    }
+    world.no_agents.store(true, Ordering::SeqCst);
+    let mut watch = world.watch();
+    turns(&mut watch).await;
+    assert!(world.marked().is_empty());
+    assert_eq!(watch.said.values().copied().collect::<Vec<_>>(), [Step::Refuse; 2]);
+    // They have been off for long.
+    for name in &all[2..] {
+        let mut lease = lease(name, 1);
+        lease.metadata.resource_version = Some("9".to_owned());
+        lease.spec.as_mut().unwrap().renew_time =
+            serde_json::from_value(json!("2029-12-31T00:00:00.000000Z")).unwrap();
+        world.cluster.leases.mirror.put(lease);
+    }
+    turns(&mut watch).await;
+    assert_eq!(world.marked(), all[..2]);
 }
