@@ -28,6 +28,7 @@ use crate::cluster::{BY_VOLUME, Cluster, Key, grant_of};
 use crate::grant::{DRIVER_LABEL, VolumeGrant};
 use crate::heartbeat;
 use crate::kind::Kind;
+use crate::marks;
 use crate::mirror::Change;
 use crate::nodes;
 use crate::persistent_volumes;
@@ -117,9 +118,10 @@ fn watch_others(tasks: &mut JoinSet<()>, cluster: &Arc<Cluster>) {
 /// Starts the tasks that change something.
 fn start_work(tasks: &mut JoinSet<()>, cluster: &Arc<Cluster>) {
     tasks.spawn(sweep::run(Arc::clone(cluster)));
-    if let Some(settings) = cluster.config.remediation {
-        tasks.spawn(remediation::run(Arc::clone(cluster), settings));
-    }
+    match cluster.config.remediation {
+        Some(settings) => tasks.spawn(remediation::run(Arc::clone(cluster), settings)),
+        None => tasks.spawn(marks::run(Arc::clone(cluster))),
+    };
     if let Some(server) = &cluster.config.calls {
         tasks.spawn(server.serve(Arc::new(OfLeader::new(cluster))));
     }

@@ -37,6 +37,7 @@ mod kind;
 mod leader;
 mod lease;
 mod lost;
+mod marks;
 mod metrics;
 mod mirror;
 mod nodes;

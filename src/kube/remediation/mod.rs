@@ -27,6 +27,7 @@ use kube::{Resource, ResourceExt};
 use crate::api::message;
 use crate::cluster::Cluster;
 use crate::config::Remediation;
+use crate::marks;
 use crate::nodes;
 use crate::source;
 pub(crate) use beats::{Beats, Silence};
@@ -158,8 +159,7 @@ impl Watch {
         let Volumes { held, asked, fenced } = volumes;
         let mut names: BTreeSet<String> =
             [held, asked, fenced].into_iter().flatten().cloned().collect();
-        let marked = self.cluster.nodes.mirror.all().into_iter();
-        let marked = marked.filter(|node| node.annotations().contains_key(nodes::LOST));
+        let marked = marks::marked(&self.cluster).into_iter();
         names.extend(marked.map(|node| node.name_any()));
         names
     }
