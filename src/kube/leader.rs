@@ -146,6 +146,8 @@ async fn update_gauges(cluster: &Cluster) -> Infallible {
         for (kind, number) in cluster.unreadable() {
             metrics.unreadable(kind, size(number));
         }
+        metrics.oldest_wait.set(volumes::oldest_wait_s(cluster, crate::api::now()));
+        metrics.nodes("lost", marks::marked(cluster).len());
         tokio::time::sleep(GAUGE_PERIOD).await;
     }
 }

@@ -20,6 +20,17 @@ pub(crate) struct Metrics {
     pub(crate) grants: Gauge,
     pub(crate) attachments: Gauge,
     pub(crate) queue: Gauge,
+    /// For how many seconds the volume has waited that waits for the longest time.
+    pub(crate) oldest_wait: Gauge,
+    nodes: Family<Nodes, Gauge>,
+}
+
+/// The states in which nodes are counted.
+const STATES: [&str; 3] = ["silent", "lost", "refused"];
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Nodes {
+    state: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -71,10 +82,17 @@ impl Metrics {
 
     /// Sets the gauges of a process that is not the leader any more: what it knows is not true any more.
     pub(crate) fn reset(&self) {
-        for gauge in [&self.leader, &self.grants, &self.attachments, &self.queue] {
+        for gauge in [&self.leader, &self.grants, &self.attachments, &self.queue, &self.oldest_wait] {
             gauge.set(0);
         }
         self.unreadable.clear();
+        self.nodes.clear();
+    }
+
+    /// Says how many nodes are in a state.
+    pub(crate) fn nodes(&self, state: &'static str, count: usize) {
+        let count = i64::try_from(count).unwrap_or(i64::MAX);
+        self.nodes.get_or_create(&Nodes { state }).set(count);
     }
 
     /// Returns the metrics in the OpenMetrics text format.
@@ -102,6 +120,15 @@ impl Metrics {
         let attachments = "VolumeAttachments of the driver";
         registry.register("attachments", attachments, self.attachments.clone());
         registry.register("queue", "Objects that wait to be looked at", self.queue.clone());
+        let wait = "For how long the volume has waited that waits for the longest time";
+        registry.register("oldest_wait_seconds", wait, self.oldest_wait.clone());
+        for state in STATES {
+            // A state without nodes is shown as well.
+            drop(self.nodes.get_or_create(&Nodes { state }));
+        }
+        let nodes =
+            "Nodes that are silent, marked as lost, or not marked because too many are silent";
+        registry.register("nodes", nodes, self.nodes.clone());
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &registry).map_err(|error| {
             Error::new(ErrorKind::Internal, "cannot format the metrics").with_source(error)

@@ -431,6 +431,14 @@ pub(crate) async fn report(cluster: &Cluster, name: &str, error: &Error) {
     }
 }
 
+/// Returns for how many seconds the volume has waited that waits for the longest time.
+pub(crate) fn oldest_wait_s(cluster: &Cluster, now: Time) -> i64 {
+    let grants = cluster.grants.mirror.all();
+    let since = grants.iter().flat_map(|grant| &grant.status.waiting).map(|entry| entry.since);
+    let oldest = since.min().map_or(0, |since| now.0.saturating_sub(since.0));
+    i64::try_from(oldest).unwrap_or(i64::MAX)
+}
+
 /// Returns the name that Kubernetes gives the VolumeAttachment of a volume and a node.
 pub(crate) fn attachment_name(handle: &str, driver: &str, node: &str) -> String {
     let hash = hmac_sha256::Hash::hash(format!("{handle}{driver}{node}").as_bytes());
@@ -562,6 +570,22 @@ mod tests {
         for lost in [node(1, true, true), node(1, false, false)] {
             assert_eq!(fences(Some(lost.clone()), Some(lost)).await, 1);
         }
+    }
+
+    #[tokio::test]
+    async fn the_oldest_wait_is_that_of_the_volume_that_waits_for_the_longest_time() {
+        let (cluster, _) = fake::cluster(Vec::new());
+        assert_eq!(oldest_wait_s(&cluster, Time(1000)), 0);
+        for (handle, since) in [("v", vec![900]), ("w", vec![700, 800]), ("x", vec![])] {
+            let mut grant = VolumeGrant::new(DRIVER, handle, GrantSpec::default());
+            grant.metadata.resource_version = Some("1".to_owned());
+            let waiting = since
+                .iter()
+                .map(|since| grant::Waiting::new("a", controller::Until::Released, Time(*since)));
+            grant.status.waiting = waiting.collect();
+            cluster.grants.mirror.put(grant);
+        }
+        assert_eq!(oldest_wait_s(&cluster, Time(1000)), 300);
     }
 
     #[test]

@@ -20,7 +20,7 @@ const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 const ADDED: [&str; 2] = ["job", "node"];
 
 /// For each alert: series after which its expression has a result, with one value each 30 s.
-const SITUATIONS: [(&str, &str); 21] = [
+const SITUATIONS: [(&str, &str); 24] = [
     ("CleatControllerMissing", "cleat_controller_leader 0x60"),
     (
         "CleatControllerSyncsFail",
@@ -28,6 +28,9 @@ const SITUATIONS: [(&str, &str); 21] = [
     ),
     ("CleatControllerQueueGrows", "cleat_controller_queue 150x60"),
     ("CleatNodeFenced", "cleat_controller_fences_total 0x50 1x9"),
+    ("CleatNodeLost", r#"cleat_controller_nodes{state="lost"} 1x60"#),
+    ("CleatRemediationRefused", r#"cleat_controller_nodes{state="refused"} 3x60"#),
+    ("CleatVolumeWaits", "cleat_controller_oldest_wait_seconds 301x60"),
     ("CleatNodeDown", r#"up{job="storage/cleat-node",node="a"} 0x60"#),
     ("CleatServiceProblem", "cleat_service_problems 1x60"),
     ("CleatStateDirectoryNotWritable", "cleat_state_directory_writable 0x60"),

@@ -110,6 +110,15 @@ struct Watch {
     failed: String,
 }
 
+impl Drop for Watch {
+    /// A controller that does not lead counts no nodes.
+    fn drop(&mut self) {
+        for state in ["silent", "lost", "refused"] {
+            self.cluster.metrics.nodes(state, 0);
+        }
+    }
+}
+
 impl Watch {
     fn new(cluster: Arc<Cluster>, settings: Remediation) -> Self {
         Self {
@@ -144,6 +153,11 @@ impl Watch {
         let observed: Vec<Observed> =
             nodes.iter().map(|node| self.observed(node, &volumes, &silent_others)).collect();
         let steps = plan(&observed, self.settings.limit);
+        let is_silent =
+            |node: &&Observed| !node.lost && matches!(node.silence, Silence::Late | Silence::Lost);
+        let refused = steps.iter().filter(|(_, step)| *step == Step::Refuse).count();
+        self.cluster.metrics.nodes("silent", observed.iter().filter(is_silent).count());
+        self.cluster.metrics.nodes("refused", refused);
         self.said.retain(|name, _| steps.iter().any(|(other, _)| other == name));
         for (name, step) in steps {
             let node = nodes.iter().find(|node| node.name_any() == name);

@@ -313,6 +313,14 @@ async fn nodes_without_volumes_count_when_they_fall_silent_together() {
     turns(&mut watch).await;
     assert!(world.marked().is_empty());
     assert_eq!(watch.said.values().copied().collect::<Vec<_>>(), [Step::Refuse; 2]);
+    let counted = |state: &str, count: u64| {
+        let sample = format!("cleat_controller_nodes{{state=\"{state}\"}} {count}\n");
+        let text = world.cluster.metrics.text().unwrap();
+        assert!(text.contains(&sample), "{sample}{text}");
+    };
+    counted("silent", 2);
+    counted("refused", 2);
+    counted("lost", 0);
     // They have been off for long.
     for name in &all[2..] {
         let mut lease = lease(name, 1);
@@ -323,4 +331,6 @@ async fn nodes_without_volumes_count_when_they_fall_silent_together() {
     }
     turns(&mut watch).await;
     assert_eq!(world.marked(), all[..2]);
+    counted("silent", 0);
+    counted("refused", 0);
 }
