@@ -24,7 +24,7 @@ pub(crate) enum Silence {
 }
 
 /// Within how many seconds nodes fall silent for the same reason.
-const TOGETHER_S: i64 = 300;
+const TOGETHER_S: u64 = 300;
 
 /// The last renewals of all nodes.
 #[derive(Debug, Default)]
@@ -92,13 +92,16 @@ impl Beats {
         now.saturating_duration_since(kubelet.seen) >= late(timeout)
     }
 
-    /// Returns whether a node has fallen silent with another one, or later. Only here the times count that the nodes have
+    /// Returns whether two nodes have fallen silent at about the same time. Only here the times count that the nodes have
     /// written: a controller that has begun after both have ended knows nothing else.
     pub(crate) fn is_with(&self, node: &str, other: &str) -> bool {
         let all = self.lock();
-        let written = |node| all.get(node)?[0].map(|kubelet: Beat| kubelet.renewed.as_second());
+        let written = |node| {
+            let beats = all.get(node)?.iter().flatten();
+            beats.map(|beat| beat.renewed.as_second()).max()
+        };
         let both = written(node).zip(written(other));
-        both.is_some_and(|(node, other)| node + TOGETHER_S >= other)
+        both.is_some_and(|(node, other)| node.abs_diff(other) <= TOGETHER_S)
     }
 
     /// Returns when a node has given the last sign of life.
@@ -192,14 +195,18 @@ mod tests {
     #[test]
     fn a_node_that_has_been_off_for_long_has_not_fallen_silent_with_another_one() {
         let (beats, now) = (Beats::default(), Instant::now());
-        for (name, time) in [("off", "00:00"), ("a", "05:01"), ("b", "05:01"), ("c", "59:00")] {
-            let time = format!("2030-01-01T00:{time}.000000Z");
+        let lease = |minute: u64| {
+            let time = format!("2030-01-01T00:{minute:02}:00.000000Z");
             let lease = json!({ "metadata": {}, "spec": { "renewTime": time } });
-            let lease = serde_json::from_value(lease).unwrap();
-            beats.observe(name, [Some(&lease), None], now);
+            serde_json::from_value::<Lease>(lease).unwrap()
+        };
+        for (name, minute) in [("off", 0), ("a", 7), ("b", 12), ("later", 59)] {
+            beats.observe(name, [Some(&lease(minute)), None], now);
         }
-        assert!(beats.is_with("b", "a") && beats.is_with("c", "a"));
-        assert!(!beats.is_with("off", "a") && !beats.is_with("a", "c"));
+        // The kubelet alone has failed before.
+        beats.observe("agent", [Some(&lease(0)), Some(&lease(7))], now);
+        assert!(beats.is_with("b", "a") && beats.is_with("a", "b") && beats.is_with("b", "agent"));
+        assert!(!beats.is_with("off", "a") && !beats.is_with("later", "a"));
         assert!(!beats.is_with("unknown", "a"));
     }
 

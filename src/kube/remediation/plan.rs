@@ -13,7 +13,7 @@ pub(super) struct Observed {
     /// Whether an administrator works on it.
     pub(super) maintenance: bool,
     pub(super) silence: Silence,
-    /// How many nodes that are not observed otherwise have fallen silent with it, or later.
+    /// How many nodes that are not observed otherwise have fallen silent at about the same time.
     pub(super) others: usize,
     /// Whether kubelet and agent work again.
     pub(super) is_back: bool,
