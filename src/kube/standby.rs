@@ -31,7 +31,7 @@ async fn observe(cluster: Arc<Cluster>) {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
     use std::time::Duration;
 
     use serde_json::json;
@@ -47,6 +47,16 @@ mod tests {
     /// Returns how long a candidate has found the node `a` silent that becomes the leader after more than the timeout.
     /// `second` returns when the node has renewed its Leases.
     async fn silence(second: impl Fn() -> Option<u64> + Clone + Send + 'static) -> Silence {
+        let beats = observed(2 * TIMEOUT, second, Arc::default()).await;
+        beats.silence("a", TIMEOUT, Instant::now())
+    }
+
+    /// As [`silence`], after `time`. `reads` counts how often the Lease of the kubelet is read.
+    async fn observed(
+        time: Duration,
+        second: impl Fn() -> Option<u64> + Clone + Send + 'static,
+        reads: Arc<AtomicU64>,
+    ) -> Arc<Beats> {
         let writes = Arc::new(AtomicBool::new(false));
         let has_written = Arc::clone(&writes);
         let mut cluster = fake::cluster_of(move |method, path| {
@@ -66,14 +76,17 @@ mod tests {
                     let items = [lease("a"), lease("node-a")];
                     (200, json!({ "metadata": { "resourceVersion": version }, "items": items }))
                 }
-                name => (200, lease(name)),
+                name => {
+                    reads.fetch_add(u64::from(name == "a"), Ordering::SeqCst);
+                    (200, lease(name))
+                }
             }
         });
         cluster.config.remediation =
             Some(Remediation { timeout: TIMEOUT, limit: 1, dry_run: false });
-        let beats = until(sleep(2 * TIMEOUT), cluster).await;
+        let beats = until(sleep(time), cluster).await;
         assert!(!writes.load(Ordering::SeqCst));
-        beats.silence("a", TIMEOUT, Instant::now())
+        beats
     }
 
     #[tokio::test(start_paused = true)]
@@ -81,6 +94,17 @@ mod tests {
         assert_eq!(silence(|| Some(1)).await, Silence::Lost);
         let start = Instant::now();
         assert_eq!(silence(move || Some(start.elapsed().as_secs())).await, Silence::No);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_leases_of_a_node_that_stays_silent_are_not_read_for_ever() {
+        let reads = Arc::new(AtomicU64::new(0));
+        observed(10 * TIMEOUT, || Some(1), Arc::clone(&reads)).await;
+        let known = reads.load(Ordering::SeqCst);
+        assert!(known > 0);
+        reads.store(0, Ordering::SeqCst);
+        observed(100 * TIMEOUT, || Some(1), Arc::clone(&reads)).await;
+        assert_eq!(reads.load(Ordering::SeqCst), known);
     }
 
     #[tokio::test(start_paused = true)]

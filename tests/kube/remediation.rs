@@ -168,7 +168,16 @@ async fn claimed_volume(world: &World, name: &str, handle: &str) -> String {
 #[test]
 fn a_silent_node_loses_volumes_and_pods_and_returns_by_itself() {
     run(async |world: World| {
-        let controller = world.controller_of(config(&world, false).await);
+        let settings = config(&world, false).await;
+        let leader = world.controller_of(settings.clone());
+        let leads = "cleat_controller_leader 1\n";
+        let has = |metrics: String, text: &str| metrics.contains(text).then_some(());
+        eventually("the first one leads", async || has(leader.metrics(), leads)).await;
+        let identity = format!("{}-next", settings.identity);
+        let controller = world.controller_of(Config { identity, ..settings });
+        // A candidate observes the Leases.
+        let watches = r#"cleat_controller_api_requests_total{verb="watch"} 2"#;
+        eventually("the next one watches", async || has(controller.metrics(), watches)).await;
         let (a, b) = (Played::new(&world, "a").await, Played::new(&world, "b").await);
         let (handle, volume) = ("shared/v", claimed_volume(&world, "v", "shared/v").await);
         let first = world.attach(&volume, &a.name).await;
@@ -177,6 +186,7 @@ fn a_silent_node_loses_volumes_and_pods_and_returns_by_itself() {
         pod(&world, "with", &a.name, Some(&volume)).await;
         pod(&world, "without", &a.name, None).await;
         a.fall_silent(&world).await;
+        leader.stop().await;
         let began = std::time::Instant::now();
         let without = format!("without.{}", world.driver);
         eventually("the pod with the volume is deleted", async || {

@@ -23,6 +23,7 @@ use cleat_core::error::Result;
 use k8s_openapi::api::core::v1::Node;
 use kube::runtime::events::EventType;
 use kube::{Resource, ResourceExt};
+use tokio::time::Instant;
 
 use crate::api::message;
 use crate::cluster::Cluster;
@@ -40,15 +41,23 @@ const MAINTENANCE: &str = "cleat.csi.storage/maintenance";
 /// The time between two looks.
 const PERIOD: Duration = Duration::from_secs(1);
 
+/// For how many timeouts a candidate reads the Leases of a node that is silent.
+const READ_FOR: u32 = 4;
+
 /// Observes the Leases of nodes until the future is dropped, and does nothing about them. The watches of the Leases run.
 pub(crate) async fn observe(cluster: &Arc<Cluster>, settings: Remediation) {
     let pulse = Pulse::new(cluster, settings.timeout, settings.limit);
     loop {
-        let kubelets = cluster.leases.mirror.all();
-        let names: Vec<String> = kubelets.iter().map(|lease| lease.name_any()).collect();
         if cluster.heartbeats.mirror.is_complete() {
+            let kubelets = cluster.leases.mirror.all();
+            let names: BTreeSet<String> = kubelets.iter().map(|lease| lease.name_any()).collect();
+            pulse.beats().keep(&names);
             names.iter().for_each(|name| pulse.observe(name));
-            if let Err(error) = pulse.read_silent(&names, &[]).await {
+            // One that has been silent for longer is lost already, or off.
+            let since = Instant::now().checked_sub(READ_FOR * settings.timeout);
+            let is_recent = |name: &String| pulse.beats().last(name) >= since;
+            let recent: Vec<String> = names.into_iter().filter(is_recent).collect();
+            if let Err(error) = pulse.read_silent(&recent, &[]).await {
                 tracing::debug!("{}", error.report());
             }
         }
