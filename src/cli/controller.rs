@@ -22,7 +22,7 @@ Examples:
     $ cleat controller --print-rights cleat-system | kubectl apply -f -
 
   In a pod with a service account:
-    $ cleat controller --listen 0.0.0.0:9810
+    $ cleat controller --listen '[::]:9810'
 
   On a machine with a kubeconfig, for a test:
     $ cleat controller --kubeconfig ~/.kube/config --log-format human

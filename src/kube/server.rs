@@ -2,7 +2,8 @@
 //! process is the leader or waits to become it). Everything that a client controls is limited.
 
 use std::convert::Infallible;
-use std::net::SocketAddr;
+use std::io;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -53,12 +54,25 @@ pub(crate) enum Role {
 pub(crate) struct Server(TcpListener);
 
 impl Server {
-    /// Binds `address`.
+    /// Binds `address`. `[::]` stands for all addresses, also those of IPv4, and also where the kernel has no IPv6.
     ///
     /// # Errors
     /// Returns an error if the address is in use.
     pub(crate) async fn bind(address: SocketAddr) -> Result<Self> {
-        let listener = TcpListener::bind(address).await.map_err(|error| {
+        Self::bind_with(address, TcpListener::bind).await
+    }
+
+    async fn bind_with(
+        address: SocketAddr,
+        bind: impl AsyncFn(SocketAddr) -> io::Result<TcpListener>,
+    ) -> Result<Self> {
+        let mut bound = bind(address).await;
+        // Where the address is in use, the one of IPv4 alone would be half of what was asked for.
+        let is_free = |error: &io::Error| error.kind() != io::ErrorKind::AddrInUse;
+        if address.ip() == Ipv6Addr::UNSPECIFIED && bound.as_ref().is_err_and(is_free) {
+            bound = bind((Ipv4Addr::UNSPECIFIED, address.port()).into()).await;
+        }
+        let listener = bound.map_err(|error| {
             Error::from_io(format!("cannot serve metrics and health on {address}"), error)
                 .with_repair("choose another --listen")
         })?;
@@ -142,4 +156,31 @@ fn plain(status: StatusCode, text: String) -> Response<Full<Bytes>> {
     let mut response = Response::new(Full::new(Bytes::from(text)));
     *response.status_mut() = status;
     response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: &str = "[::]:0";
+
+    #[tokio::test]
+    async fn all_addresses_include_those_of_ipv4() {
+        let server = Server::bind(ALL.parse().unwrap()).await.unwrap();
+        let port = server.0.local_addr().unwrap().port();
+        tokio::net::TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn without_ipv6_all_addresses_are_those_of_ipv4() {
+        let without_ipv6 = async |address: SocketAddr| match address {
+            SocketAddr::V4(_) => TcpListener::bind(address).await,
+            // EAFNOSUPPORT.
+            SocketAddr::V6(_) => Err(io::Error::from_raw_os_error(97)),
+        };
+        let server = Server::bind_with(ALL.parse().unwrap(), without_ipv6).await.unwrap();
+        assert!(server.0.local_addr().unwrap().is_ipv4());
+        // One address of IPv6 is meant.
+        Server::bind_with("[::1]:0".parse().unwrap(), without_ipv6).await.unwrap_err();
+    }
 }

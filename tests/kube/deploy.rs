@@ -304,7 +304,7 @@ pub(crate) fn check_arguments(pod: &Value) {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let port = &container["ports"][0];
     let listen = arguments.iter().position(|argument| *argument == "--listen").unwrap();
-    assert_eq!(arguments[listen + 1], format!("0.0.0.0:{}", port["containerPort"]));
+    assert_eq!(arguments[listen + 1], format!("[::]:{}", port["containerPort"]));
     for (probe, path) in [("livenessProbe", "/healthz"), ("readinessProbe", "/readyz")] {
         let probe = &container[probe]["httpGet"];
         assert_eq!((&probe["port"], probe["path"].as_str().unwrap()), (&port["name"], path));
