@@ -1,7 +1,7 @@
 //! The Helm chart in `deploy/helm`: compared with the kustomizations and with what the program prints, and on a real API
 //! server.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::Command;
 
@@ -199,6 +199,50 @@ fn each_value_of_the_schema_has_a_default() {
     check_defaults(&serde_json::from_slice(&schema).unwrap(), &values[0], "");
 }
 
+/// Returns the keys of `systemd/cleat.toml`, which has all of them, each as TABLE.KEY.
+fn keys_of_the_daemon() -> BTreeSet<String> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("systemd/cleat.toml");
+    let text = std::fs::read_to_string(path).unwrap();
+    let mut table = "";
+    let mut keys = BTreeSet::new();
+    for line in text.lines() {
+        if let Some(name) = line.strip_prefix('[') {
+            table = name.trim_end_matches(']');
+        } else if let Some((key, _)) =
+            line.strip_prefix('#').and_then(|line| line.split_once(" = "))
+            && key.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_')
+        {
+            keys.insert(format!("{table}.{key}"));
+        }
+    }
+    keys
+}
+
+/// `node.config` takes each key of the daemon that the chart does not write itself.
+#[test]
+fn the_configuration_of_the_daemon_is_complete_in_the_schema() {
+    let of_chart = |key: &str| {
+        let (table, name) = key.split_once('.').unwrap();
+        let own = ["log.level", "workers.cgroup", "workers.upgrade_at_start"];
+        // The pod decides about what is outside of all tables: directories, sockets, the name of the node.
+        table.is_empty()
+            || table == "metrics"
+            || (table == "csi" && name != "force_revoked_after")
+            || own.contains(&key)
+    };
+    let mut wanted = keys_of_the_daemon();
+    assert!(wanted.len() > 30, "{wanted:?}");
+    wanted.retain(|key| !of_chart(key));
+    let schema = std::fs::read(Path::new(CHART).join("values.schema.json")).unwrap();
+    let schema: Value = serde_json::from_slice(&schema).unwrap();
+    let tables = &schema["properties"]["node"]["properties"]["config"]["properties"];
+    let keys = tables.as_object().unwrap().iter().flat_map(|(table, schema)| {
+        let keys = schema["properties"].as_object().unwrap().keys();
+        keys.map(move |key| format!("{table}.{key}"))
+    });
+    assert_eq!(keys.collect::<BTreeSet<_>>(), wanted);
+}
+
 /// Values that differ from the defaults, in all parts of the chart.
 fn all_values() -> Value {
     let toleration = json!({ "key": "dedicated", "operator": "Exists" });
@@ -221,7 +265,10 @@ fn all_values() -> Value {
         },
         "node": {
             "logLevel": "debug", "metricsPort": 9001, "maxUnavailable": "10%", "priorityClassName": "",
-            "config": { "map": { "connections": 2 }, "limits": { "mappings": 65_536 } },
+            "config": {
+                "map": { "connections": 2 }, "limits": { "mappings": 65_536 },
+                "cache": { "directory": "/var/lib/cleat/cache", "volume_bytes": "64M" },
+            },
         },
         "remediation": { "enabled": true, "timeout": 20, "limit": 3, "dryRun": true },
         "provisioner": { "extraArgs": ["--v=5"] },
@@ -260,6 +307,7 @@ fn render_all() -> Vec<Value> {
     assert_eq!(config.csi.directories["fast"], Path::new("/mnt/fast"));
     assert_eq!((config.log.level.as_str(), config.map.connections), ("debug", 2));
     assert_eq!(config.limits.mappings, 65_536);
+    assert_eq!(config.cache.directory.as_deref(), Some(Path::new("/var/lib/cleat/cache")));
     objects
 }
 
