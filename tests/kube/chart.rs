@@ -16,7 +16,7 @@ use crate::cluster::installed::{DRIVER, snapshot_definitions};
 use crate::cluster::objects::{apply, check, find};
 use crate::control_plane::{ControlPlane, NAMESPACE};
 use crate::deploy::{
-    DIRECTORIES, build, check_arguments, check_references, controller, documents, tool,
+    DIRECTORIES, build, check_arguments, check_references, controller, daemon, documents, tool,
 };
 use crate::fixture::{Controller, World, finalizer, run_on};
 use crate::monitoring;
@@ -24,7 +24,8 @@ use crate::monitoring;
 const CHART: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/helm/cleat");
 
 /// The values that give the objects of `deploy/overlays/rbd`.
-const RBD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/helm/cleat/values-rbd.yaml");
+pub(crate) const RBD: &str =
+    concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/helm/cleat/values-rbd.yaml");
 
 /// The values that give the objects of `deploy/overlays/object`.
 const OBJECT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/helm/cleat/values-object.yaml");
@@ -46,7 +47,7 @@ fn helm(home: &Path, arguments: &[&str]) -> Result<String, String> {
 }
 
 /// Renders the chart with the Namespace.
-fn render(arguments: &[&str]) -> Result<Vec<Value>, String> {
+pub(crate) fn render(arguments: &[&str]) -> Result<Vec<Value>, String> {
     let home = tempfile::tempdir().unwrap();
     let template = ["template", "cleat", CHART, "--set", "namespace.create=true"];
     let text = helm(home.path(), &[&template, arguments].concat())?;
@@ -85,7 +86,7 @@ fn without_annotations(objects: &mut [Value]) {
     for object in objects {
         let (metadata, annotation) = match object["kind"].as_str().unwrap() {
             "CustomResourceDefinition" => (&mut object["metadata"], "helm.sh/resource-policy"),
-            "DaemonSet" => {
+            "DaemonSet" if object["metadata"]["name"] == "cleat-node" => {
                 (&mut object["spec"]["template"]["metadata"], "cleat.csi.storage/config")
             }
             _ => continue,
@@ -168,6 +169,7 @@ fn wrong_values_are_refused_with_the_place_and_the_cause() {
             "controller.replicas=1,controller.podDisruptionBudget.enabled=true",
             "set controller.replicas=2",
         ),
+        ("storageClasses.fast.volumeBindingMode=Immediate", "set images.enabled=true"),
     ] {
         let refused = render(&["--set", values]).unwrap_err();
         assert!(refused.contains(message), "{values}: {refused}");
@@ -275,6 +277,7 @@ fn all_values() -> Value {
         "snapshotter": { "enabled": true },
         "images": {
             "enabled": true, "replicas": 3, "tolerations": [toleration],
+            "provisioner": { "extraArgs": ["--v=5"] },
             "csiAddons": { "enabled": true, "managerNamespace": "addons", "extraArgs": ["--v=5"] },
         },
         "volumeAttributesClasses": { "slow": { "parameters": { "iops": "10" } } },
@@ -289,14 +292,20 @@ fn render_all() -> Vec<Value> {
     let objects = render(&["--values", file.path().to_str().unwrap()]).unwrap();
     check_references(&objects);
     check_arguments(&controller(&objects));
-    let set = objects.iter().find(|object| object["kind"] == "DaemonSet").unwrap();
-    let pod = &set["spec"]["template"]["spec"];
+    let pod = &daemon(&objects)["spec"]["template"]["spec"];
     let init = json!(["mkdir", "-p", "/mnt/fast", "/var/lib/cleat/volumes"]);
     assert_eq!(pod["initContainers"][0]["command"], init);
     assert_eq!(pod["containers"][0]["image"], "registry.test/cleat:1.2.3");
     let text = pod.to_string();
-    for path in ["/data/kubelet", "/data/kubelet/plugins/cleat.csi.storage", "/mnt/fast"] {
+    for path in ["/data/kubelet", "/mnt/fast"] {
         assert!(text.contains(&format!("\"path\":\"{path}\"")), "{path} in {text}");
+    }
+    for sidecars in ["cleat-files", "cleat-images"] {
+        let set = objects.iter().find(|object| {
+            object["metadata"]["name"] == sidecars && object["spec"]["template"].is_object()
+        });
+        let volume = &set.unwrap()["spec"]["template"]["spec"]["volumes"][0]["hostPath"]["path"];
+        assert_eq!(volume, "/data/kubelet/plugins/cleat.csi.storage", "{sidecars}");
     }
     for probe in ["livenessProbe", "readinessProbe"] {
         assert_eq!(pod["containers"][0][probe]["httpGet"]["port"], 9001);
@@ -435,7 +444,7 @@ fn a_release_is_upgraded_changed_and_removed_while_a_volume_is_in_use() {
 
         let used = upgrade(&world, &usual).await;
         let of_kind = |kind: &str| usual.iter().find(|object| object["kind"] == kind).unwrap();
-        let (definition, set) = (of_kind("CustomResourceDefinition"), of_kind("DaemonSet"));
+        let (definition, set) = (of_kind("CustomResourceDefinition"), daemon(&usual));
         let template =
             async || find(&world.client, set).await.unwrap().data["spec"]["template"].clone();
         let before = template().await;

@@ -162,6 +162,14 @@ impl ControlPlane {
         write_kubeconfig(&directory, &self.parts.authority(), url, &token)
     }
 
+    /// Makes the pod `name` of an account on `node`, and returns the path of a kubeconfig with its token.
+    pub(crate) async fn pod_kubeconfig(&self, account: &str, name: &str, node: &str) -> PathBuf {
+        let token = pod_token(&self.client().await, NAMESPACE, account, name, node).await;
+        let directory = self.parts.directory().join(format!("of-{name}"));
+        fs::create_dir_all(&directory).unwrap();
+        write_kubeconfig(&directory, &self.parts.authority(), self.parts.url(), &token)
+    }
+
     /// Returns a client with the rights of an administrator.
     pub(crate) async fn client(&self) -> kube::Client {
         client(&self.kubeconfig()).await
@@ -274,12 +282,22 @@ pub(crate) async fn create(client: &kube::Client, objects: impl IntoIterator<Ite
 
 /// Makes a pod of the agent on `node`, and returns its token.
 pub(crate) async fn node_token(client: &kube::Client, namespace: &str, node: &str) -> String {
-    let name = format!("cleat-{node}");
+    pod_token(client, namespace, NODE_ACCOUNT, &format!("cleat-{node}"), node).await
+}
+
+/// Makes the pod `name` of an account on `node`, and returns its token.
+pub(crate) async fn pod_token(
+    client: &kube::Client,
+    namespace: &str,
+    account: &str,
+    name: &str,
+    node: &str,
+) -> String {
     let pod = serde_json::from_value(json!({
         "metadata": { "name": name },
         "spec": {
             "nodeName": node,
-            "serviceAccountName": NODE_ACCOUNT,
+            "serviceAccountName": account,
             "containers": [{ "name": "node", "image": "cleat" }],
         },
     }));
@@ -288,10 +306,14 @@ pub(crate) async fn node_token(client: &kube::Client, namespace: &str, node: &st
     let pod = json!({ "kind": "Pod", "apiVersion": "v1", "name": name });
     let accounts: Api<ServiceAccount> = Api::namespaced(client.clone(), namespace);
     let spec = json!({ "audiences": [], "boundObjectRef": pod });
-    account_token(&accounts, NODE_ACCOUNT, &spec).await
+    account_token(&accounts, account, &spec).await
 }
 
-async fn account_token(accounts: &Api<ServiceAccount>, account: &str, spec: &Value) -> String {
+pub(crate) async fn account_token(
+    accounts: &Api<ServiceAccount>,
+    account: &str,
+    spec: &Value,
+) -> String {
     let request = serde_json::from_value(json!({ "metadata": {}, "spec": spec })).unwrap();
     let answer = accounts.create_token_request(account, &PostParams::default(), &request).await;
     answer.unwrap().status.unwrap().token.unwrap()

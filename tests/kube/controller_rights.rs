@@ -16,7 +16,7 @@ use crate::control_plane::{AUDITED, ControlPlane, controller_user, create};
 use crate::fixture::{World, eventually, finalizer, run};
 
 /// A right: API group, resource, verb, and the namespace of its Role.
-type Right = [String; 4];
+pub(crate) type Right = [String; 4];
 
 /// Returns the objects of the controller's account in a namespace. The ClusterRole is that of all tests.
 pub(crate) fn account(namespace: &str) -> Vec<Value> {
@@ -37,7 +37,7 @@ pub(crate) fn account(namespace: &str) -> Vec<Value> {
 }
 
 /// Returns the rights of the roles among these objects.
-fn granted(objects: &[Value]) -> BTreeSet<Right> {
+pub(crate) fn granted(objects: &[Value]) -> BTreeSet<Right> {
     let mut all = BTreeSet::new();
     for role in objects.iter().filter(|object| object["rules"].is_array()) {
         let namespace = role["metadata"]["namespace"].as_str().unwrap_or_default();

@@ -196,10 +196,16 @@ fn the_configuration_is_valid_and_fits_the_pod() {
     let objects = objects();
     let find = |kind: &str| objects.iter().find(|object| object["kind"] == kind).unwrap();
     assert_eq!(find("CSIDriver")["metadata"]["name"], config.csi.driver.as_str());
-    let pod = &find("DaemonSet")["spec"]["template"]["spec"];
+    let pod = &daemon(&objects)["spec"]["template"]["spec"];
     let text = pod.to_string();
     let socket = config.csi.socket();
-    assert!(text.contains(&format!("{:?}", socket.parent().unwrap())), "{}", socket.display());
+    let is_meant = |object: &&Value| object["metadata"]["name"] == "cleat-files";
+    let sidecars = objects.iter().filter(|object| object["kind"] == "DaemonSet").find(is_meant);
+    let sidecars = sidecars.unwrap().to_string();
+    assert!(sidecars.contains(&format!("{:?}", socket.parent().unwrap())), "{sidecars}");
+    // The daemon sees the directory of kubelet, and the socket is in it.
+    assert!(socket.starts_with(&config.csi.kubelet_dir));
+    assert!(text.contains(&format!("{:?}", config.csi.kubelet_dir)), "{text}");
     for probe in ["livenessProbe", "readinessProbe"] {
         let probe = &pod["containers"][0][probe]["httpGet"];
         let address = format!("{}:{}", probe["host"].as_str().unwrap(), probe["port"]);
@@ -209,6 +215,14 @@ fn the_configuration_is_valid_and_fits_the_pod() {
     let directory = find("StorageClass")["parameters"]["directory"].as_str().unwrap();
     let path = config.csi.directories[directory].to_str().unwrap();
     assert!(text.contains(&format!("{path:?}")), "the pod makes {path}");
+}
+
+/// Returns the DaemonSet of the daemon.
+pub(crate) fn daemon(objects: &[Value]) -> &Value {
+    let is_meant = |object: &&Value| {
+        object["kind"] == "DaemonSet" && object["metadata"]["name"] == "cleat-node"
+    };
+    objects.iter().find(is_meant).unwrap()
 }
 
 /// Returns the pod of the controller.
@@ -221,7 +235,7 @@ pub(crate) fn controller(objects: &[Value]) -> Value {
     deployment["spec"]["template"]["spec"].clone()
 }
 
-/// A node that maps with grants only needs a controller that attaches, and both need the same clusters.
+/// A node that maps with grants only needs a controller that attaches. Both need the clusters, each with clients of its own.
 #[test]
 fn the_nodes_use_grants_and_the_controller_gives_them() {
     let objects = objects();
@@ -231,8 +245,7 @@ fn the_nodes_use_grants_and_the_controller_gives_them() {
     assert_eq!(driver["spec"]["attachRequired"], true);
     let pod = controller(&objects);
     assert_eq!(pod["serviceAccountName"], cleat_kube::rights::CONTROLLER_ACCOUNT);
-    let node = objects.iter().find(|object| object["kind"] == "DaemonSet").unwrap();
-    let node = &node["spec"]["template"]["spec"];
+    let node = &daemon(&objects)["spec"]["template"]["spec"];
     assert_eq!(node["serviceAccountName"], cleat_kube::rights::NODE_ACCOUNT);
     // Both read the same file of clusters from the same Secret.
     let arguments = pod["containers"][0]["args"].as_array().unwrap();

@@ -30,6 +30,7 @@ mod leader;
 mod lease_timeout;
 mod monitoring;
 mod node;
+mod provisioner_rights;
 mod proxy;
 mod rbd;
 mod remediation;

@@ -76,7 +76,7 @@ async fn grant_of(world: &World, a: &str, b: &str) -> VolumeGrant {
 
 /// Fails with a message that contains `text` and the code 403.
 #[track_caller]
-fn check_forbidden<T: std::fmt::Debug>(what: &str, result: kube::Result<T>, text: &str) {
+pub(crate) fn check_forbidden<T: std::fmt::Debug>(what: &str, result: kube::Result<T>, text: &str) {
     check_refused(what, result, 403, text);
 }
 

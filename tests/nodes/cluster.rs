@@ -13,7 +13,9 @@ use test_kit::ceph;
 use test_kit::control_plane::{ControlPlane, MACHINES, NAMESPACE, Purpose};
 
 use crate::demo::{say, show_command};
-use crate::installation::{sidecars, snapshot_definitions, start_ceph, with_images};
+use crate::installation::{
+    sidecars, snapshot_definitions, start_ceph, with_images, with_snapshots,
+};
 use crate::machine::Machine;
 use crate::network::Network;
 use crate::programs::{BUSYBOX, fill, kubectl, output, project};
@@ -161,12 +163,23 @@ impl Cluster {
         self.change(&["apply", "-k", own.to_str().unwrap()]);
     }
 
+    /// Adds the sidecars for growth and snapshots of files.
+    pub(crate) fn install_with_snapshots(&self) {
+        let own = with_snapshots(self.plane.directory());
+        self.change(&["apply", "-k", own.to_str().unwrap()]);
+    }
+
     fn workloads(&self) -> &'static [&'static str] {
         match self.kind {
-            Kind::OneNode => &["daemonset/cleat-node", "deployment/cleat-controller"],
-            Kind::TwoNodes | Kind::Stock => {
-                &["daemonset/cleat-node", "deployment/cleat-controller", "deployment/cleat-images"]
+            Kind::OneNode => {
+                &["daemonset/cleat-node", "daemonset/cleat-files", "deployment/cleat-controller"]
             }
+            Kind::TwoNodes | Kind::Stock => &[
+                "daemonset/cleat-node",
+                "daemonset/cleat-files",
+                "deployment/cleat-controller",
+                "deployment/cleat-images",
+            ],
         }
     }
 

@@ -3,7 +3,6 @@
 use serde_json::{Value, json};
 
 use crate::cluster::{CLAIM, Cluster, FILES, POD, claim_of, pod, run, wait};
-use crate::installation::{RESIZER, SNAPSHOTTER};
 use crate::life;
 
 /// Lists what volumes leave on a node: devices in use, mounts, directories of kubelet, files. kubelet itself never removes
@@ -154,41 +153,19 @@ pub(crate) fn grow(cluster: &Cluster, class: &str) {
 /// The StorageClass of files that grow.
 const GROWING: &str = "growing";
 
-/// Adds csi-resizer and csi-snapshotter to the pod of the node, and makes classes for them. csi-resizer works for a cluster
-/// of one node, because it has no mode for one of each node.
+/// Adds csi-resizer and csi-snapshotter with the rights that `deploy/` has for them, and makes classes for them. csi-resizer
+/// works for a cluster of one node, because it has no mode for one of each node.
 fn start_sidecars(cluster: &Cluster) {
-    let container = |name: &str, image: &str, more: &[&str]| {
-        let arguments = [&["--csi-address=/csi/csi.sock"][..], more].concat();
-        json!({
-            "name": name, "image": image, "args": arguments,
-            "env": [{ "name": "NODE_NAME", "valueFrom": { "fieldRef": { "fieldPath": "spec.nodeName" } } }],
-            "securityContext": { "runAsUser": 0 },
-            "volumeMounts": [{ "name": "socket", "mountPath": "/csi" }],
-        })
-    };
-    let containers = [
-        container("csi-resizer", RESIZER, &[]),
-        container("csi-snapshotter", SNAPSHOTTER, &["--node-deployment"]),
-    ];
-    let patch = json!({ "spec": { "template": { "spec": { "containers": containers } } } });
-    let set = ["patch", "daemonset/cleat-node", "-n", "cleat-system", "-p"];
-    cluster.kubectl(&[&set[..], &[&patch.to_string()]].concat());
-    cluster.apply(&json!({
-        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
-        "metadata": { "name": "sidecars" },
-        "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "cluster-admin" },
-        "subjects": [{ "kind": "ServiceAccount", "name": "cleat-node", "namespace": "cleat-system" }],
-    }));
+    cluster.install_with_snapshots();
     cluster.apply(&json!({
         "apiVersion": "storage.k8s.io/v1", "kind": "StorageClass",
         "metadata": { "name": GROWING }, "provisioner": "cleat.csi.storage",
         "volumeBindingMode": "WaitForFirstConsumer", "allowVolumeExpansion": true,
         "parameters": { "directory": "default" },
     }));
-    for file in ["images/snapshot-class.yaml", "volume-attributes/classes.yaml"] {
-        cluster.kubectl(&["apply", "-f", &format!("deploy/components/{file}")]);
+    for workload in ["daemonset/cleat-files", "deployment/cleat-images"] {
+        cluster.rolled_out(workload);
     }
-    cluster.rolled_out("daemonset/cleat-node");
 }
 
 #[test]

@@ -10,11 +10,8 @@ use test_kit::control_plane::HOST_OF_MACHINES;
 
 use crate::programs::{output, project};
 
-/// The image of csi-resizer, which the base does not have.
-pub(crate) const RESIZER: &str = "registry.k8s.io/sig-storage/csi-resizer:v2.3.0";
-
 /// The image of csi-snapshotter, which the base does not have.
-pub(crate) const SNAPSHOTTER: &str = "registry.k8s.io/sig-storage/csi-snapshotter:v8.7.0";
+const SNAPSHOTTER: &str = "registry.k8s.io/sig-storage/csi-snapshotter:v8.7.0";
 
 /// The pool in `deploy/components/rbd`.
 pub(crate) const POOL: &str = "kubernetes";
@@ -24,16 +21,17 @@ const ATTACHER: &str = "registry.k8s.io/sig-storage/csi-attacher:v4.13.0";
 
 /// Returns the images of the sidecars in the manifests and in the tests, with the name of each sidecar.
 pub(crate) fn sidecars(with_attacher: bool) -> Vec<(String, String)> {
-    let mut images = vec![(RESIZER.to_owned(), "csi-resizer".to_owned())];
+    let mut images = Vec::new();
     images.extend(with_attacher.then(|| (ATTACHER.to_owned(), "csi-attacher".to_owned())));
-    for file in ["base/node.yaml", "components/images/images.yaml"] {
+    for file in ["base/files.yaml", "components/images/images.yaml"] {
         let text = std::fs::read_to_string(project("deploy").join(file)).unwrap();
         let documents: Vec<Value> = serde_saphyr::from_multiple(&text).unwrap();
         let containers = documents[0]["spec"]["template"]["spec"]["containers"].as_array().unwrap();
         for container in containers {
             let [image, name] = ["image", "name"].map(|key| container[key].as_str().unwrap());
-            if image.contains('/') && image != RESIZER {
-                images.push((image.to_owned(), name.to_owned()));
+            let known = (image.to_owned(), name.to_owned());
+            if !images.contains(&known) {
+                images.push(known);
             }
         }
     }
@@ -96,6 +94,37 @@ pub(crate) fn with_images(directory: &Path, ceph: &ceph::Cluster, is_stock: bool
             .unwrap()
             .push("../components/remediation".into());
     }
+    std::fs::write(own.join("kustomization.yaml"), kustomization.to_string()).unwrap();
+    own
+}
+
+/// Makes a kustomization with the component `images` and with csi-snapshotter on each node, and returns its path. The
+/// rights of csi-snapshotter are those of the component.
+pub(crate) fn with_snapshots(directory: &Path) -> PathBuf {
+    output(Command::new("cp").arg("-r").arg(project("deploy")).arg(directory));
+    let own = directory.join("deploy/snapshots");
+    std::fs::create_dir_all(&own).unwrap();
+    let container = json!({
+        "name": "csi-snapshotter", "image": SNAPSHOTTER,
+        "args": ["--csi-address=/csi/csi.sock", "--node-deployment"],
+        "env": [{ "name": "NODE_NAME", "valueFrom": { "fieldRef": { "fieldPath": "spec.nodeName" } } }],
+        "securityContext": { "runAsUser": 0 },
+        "volumeMounts": [{ "name": "socket", "mountPath": "/csi" }],
+    });
+    let subject =
+        json!({ "kind": "ServiceAccount", "name": "cleat-files", "namespace": "cleat-system" });
+    let add = |kind: &str, name: &str, path: &str, value: Value| {
+        let change = json!([{ "op": "add", "path": path, "value": value }]);
+        json!({ "target": { "kind": kind, "name": name }, "patch": change.to_string() })
+    };
+    let kustomization = json!({
+        "resources": ["../base"],
+        "components": ["../components/images", "../components/volume-attributes"],
+        "patches": [
+            add("DaemonSet", "cleat-files", "/spec/template/spec/containers/-", container),
+            add("ClusterRoleBinding", "cleat-snapshotter", "/subjects/-", subject),
+        ],
+    });
     std::fs::write(own.join("kustomization.yaml"), kustomization.to_string()).unwrap();
     own
 }

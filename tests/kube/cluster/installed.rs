@@ -1,5 +1,5 @@
-//! `deploy/base`, installed on the control plane, with a node: each container is a process with the arguments and the
-//! rights that the manifests give it. Beside them, the sidecars that the base leaves out.
+//! The chart with RBD images and snapshots of files, installed on the control plane, with a node: each container is a process
+//! with the arguments and the rights that the manifests give it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,8 +13,9 @@ use tokio::sync::{Mutex, OwnedMutexGuard};
 use super::objects::{NODE, Objects, POD, apply};
 use super::pods::{Kubelet, pod};
 use super::sidecar::Sidecar;
+use crate::chart::{RBD, render};
 use crate::control_plane::NAMESPACE;
-use crate::deploy::{documents, objects as manifests};
+use crate::deploy::documents;
 use crate::fixture::{World, eventually};
 
 /// The name of the driver in the manifests.
@@ -36,7 +37,7 @@ impl Installed {
         static ONLY: std::sync::OnceLock<Arc<Mutex<()>>> = std::sync::OnceLock::new();
         let only = Arc::clone(ONLY.get_or_init(Arc::default)).lock_owned().await;
         let objects = Objects(world.client.clone());
-        let manifests = manifests();
+        let manifests = render(&["--values", RBD, "--set", "snapshotter.enabled=true"]).unwrap();
         for object in snapshot_definitions().iter().chain(&manifests) {
             apply(&world.client, object).await.unwrap_or_else(|error| panic!("{object}: {error}"));
         }
@@ -122,61 +123,92 @@ impl Installed {
     }
 
     async fn start_sidecars(&mut self, world: &World, manifests: &[Value]) {
-        let own = format!("cleat-{}", self.node);
-        self.own_pod(world, &own).await;
-        let set = manifests.iter().find(|object| object["kind"] == "DaemonSet").unwrap();
-        let containers = set["spec"]["template"]["spec"]["containers"].as_array().unwrap();
-        let container = containers.iter().find(|known| known["name"] == "csi-provisioner").unwrap();
-        let address = format!("--csi-address={}", self.socket().display());
-        let arguments = container["args"].as_array().unwrap().iter().map(|argument| {
-            let argument = argument.as_str().unwrap();
-            if argument.starts_with("--csi-address=") {
-                address.clone()
-            } else {
-                argument.to_owned()
+        for (kind, workload) in [("DaemonSet", "cleat-files"), ("Deployment", "cleat-images")] {
+            let is_meant =
+                |object: &&Value| object["kind"] == kind && object["metadata"]["name"] == workload;
+            let manifest = manifests.iter().find(is_meant).unwrap();
+            let spec = &manifest["spec"]["template"]["spec"];
+            let account = spec["serviceAccountName"].as_str().unwrap();
+            let pod = format!("{workload}-{}", self.node);
+            let kubeconfig = world.plane.pod_kubeconfig(account, &pod, &self.node).await;
+            if kind == "DaemonSet" {
+                self.own_pod(world, &pod, workload).await;
             }
-        });
-        // Default: 20 s, for claims that are bound before they have a pod.
-        let delay = "--node-deployment-base-delay=100ms".to_owned();
-        let arguments: Vec<String> = arguments.chain([delay]).collect();
-        let of_node = world.plane.directory().join(format!("of-{}", self.node)).join("kubeconfig");
+            for container in spec["containers"].as_array().unwrap() {
+                self.start_container(container, &pod, &kubeconfig);
+            }
+        }
+        let more = ["--enable-distributed-snapshotting".to_owned()];
         let admin = world.plane.kubeconfig();
-        let address = std::slice::from_ref(&address);
-        let of_node_only = [address, &["--node-deployment".to_owned()]].concat();
-        let environment =
-            [("NODE_NAME", &*self.node), ("NAMESPACE", NAMESPACE), ("POD_NAME", &*own)];
         let directory = self.directory.path();
-        let start = |name, kubeconfig: &Path, arguments: &[String]| {
-            Sidecar::start(name, directory, kubeconfig, arguments, &environment)
+        let part = Sidecar::start("snapshot-controller", directory, &admin, &more, &[]);
+        self.parts.push(part);
+    }
+
+    /// Starts the process of a container, with its arguments and its environment.
+    fn start_container(&mut self, container: &Value, pod: &str, kubeconfig: &Path) {
+        let argument = |argument: &Value| match argument.as_str().unwrap() {
+            address if address.starts_with("--csi-address=") => {
+                vec![format!("--csi-address={}", self.socket().display())]
+            }
+            // In a pod, the namespace is in a file.
+            "--leader-election" => vec![
+                "--leader-election".to_owned(),
+                format!("--leader-election-namespace={NAMESPACE}"),
+            ],
+            other => vec![other.to_owned()],
         };
-        let parts = [
-            start("csi-provisioner", &of_node, &arguments),
-            start("csi-resizer", &admin, address),
-            // One of each node for its files, and one for the images, which belong to no node.
-            start("csi-snapshotter", &admin, &of_node_only),
-            start("csi-snapshotter", &admin, address),
-            start("snapshot-controller", &admin, &["--enable-distributed-snapshotting".to_owned()]),
-        ];
-        self.parts.extend(parts);
+        let arguments: Vec<String> =
+            container["args"].as_array().unwrap().iter().flat_map(argument).collect();
+        let variable = |variable: &Value| {
+            let field = &variable["valueFrom"]["fieldRef"]["fieldPath"];
+            let value = match field.as_str() {
+                Some("spec.nodeName") => &*self.node,
+                Some("metadata.namespace") => NAMESPACE,
+                Some("metadata.name") => pod,
+                _ => variable["value"].as_str().unwrap(),
+            };
+            (variable["name"].as_str().unwrap().to_owned(), value.to_owned())
+        };
+        let variables: Vec<(String, String)> =
+            container["env"].as_array().into_iter().flatten().map(variable).collect();
+        let environment: Vec<(&str, &str)> =
+            variables.iter().map(|(name, value)| (&**name, &**value)).collect();
+        let name = container["name"].as_str().unwrap();
+        let directory = self.directory.path();
+        let part = Sidecar::start(name, directory, kubeconfig, &arguments, &environment);
+        self.parts.push(part);
     }
 
     /// Makes the pod of the node one of the DaemonSet: objects about the capacity belong to it.
-    async fn own_pod(&self, world: &World, name: &str) {
+    async fn own_pod(&self, world: &World, name: &str, set: &str) {
         let client = &world.client;
         let sets = kube::Api::<k8s_openapi::api::apps::v1::DaemonSet>::namespaced(
             client.clone(),
             NAMESPACE,
         );
-        let set = sets.get("cleat-node").await.unwrap();
+        let found = sets.get(set).await.unwrap();
         let owner = json!({
-            "apiVersion": "apps/v1", "kind": "DaemonSet", "name": "cleat-node",
-            "uid": set.metadata.uid, "controller": true,
+            "apiVersion": "apps/v1", "kind": "DaemonSet", "name": set,
+            "uid": found.metadata.uid, "controller": true,
         });
         let body = json!({ "metadata": { "ownerReferences": [owner] } });
         let pods =
             kube::Api::<k8s_openapi::api::core::v1::Pod>::namespaced(client.clone(), NAMESPACE);
         let parameters = kube::api::PatchParams::default();
         pods.patch(name, &parameters, &kube::api::Patch::Merge(body)).await.unwrap();
+    }
+
+    /// Returns what the API server has refused to the sidecars, from their logs.
+    pub(crate) fn refused(&self) -> Vec<String> {
+        let entries = fs::read_dir(self.directory.path()).unwrap();
+        let logs = entries.map(|entry| entry.unwrap().path());
+        let logs = logs.filter(|path| path.extension().is_some_and(|name| name == "log"));
+        let lines = logs.flat_map(|path| {
+            let text = fs::read_to_string(path).unwrap();
+            text.lines().map(str::to_owned).collect::<Vec<_>>()
+        });
+        lines.filter(|line| line.contains("forbidden")).collect()
     }
 
     /// Creates a pod that kube-scheduler binds to the node: the nodes of other tests do not have the driver.

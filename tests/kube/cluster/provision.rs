@@ -146,6 +146,8 @@ fn volumes_live_their_lives_with_the_sidecars() {
         nothing_is_left(&objects).await;
         let left = files(&installed.volumes());
         assert!(left.is_empty(), "{left:?}");
+        let refused = installed.refused();
+        assert!(refused.is_empty(), "{refused:#?}");
         assert_eq!(images(), Vec::<String>::new());
     });
 }
@@ -195,6 +197,10 @@ async fn life_of_images(installed: &Installed) {
     let image = provision(installed, claim("image", "images", "8Mi", &Value::Null)).await;
     let name = handle(&image).rsplit('/').next().unwrap().to_owned();
     assert!(images().contains(&name), "{name}");
+    // The claim belongs to no node, so that no loss of a node delays it.
+    let claimed = objects.get(CLAIM, "image").await.unwrap();
+    let selected = &claimed["metadata"]["annotations"]["volume.kubernetes.io/selected-node"];
+    assert_eq!(selected, "cleat-images");
     snapshot(objects, "of-image", "image").await;
     let clone = claim("clone", "images", "16Mi", &of_snapshot("of-image"));
     let clone = provision(installed, clone).await;
