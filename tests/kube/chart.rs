@@ -16,7 +16,8 @@ use crate::cluster::installed::{DRIVER, snapshot_definitions};
 use crate::cluster::objects::{apply, check, find};
 use crate::control_plane::{ControlPlane, NAMESPACE};
 use crate::deploy::{
-    DIRECTORIES, build, check_arguments, check_references, controller, daemon, documents, tool,
+    DIRECTORIES, build, build_own, check_arguments, check_references, controller, daemon,
+    documents, tool,
 };
 use crate::fixture::{Controller, World, finalizer, run_on};
 use crate::monitoring;
@@ -32,6 +33,10 @@ const OBJECT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/helm/cleat/val
 
 /// The values that give the objects of `deploy/overlays/all`.
 const ALL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/helm/cleat/values-all.yaml");
+
+/// The values that give the objects of the component `secrets`.
+pub(crate) const SECRETS: &str =
+    "secrets.read[0].namespace=rook-ceph,secrets.read[0].names[0]=rook-csi-rbd-provisioner";
 
 /// Runs helm, and returns what it prints, or its errors. Its files are in `home`.
 fn helm(home: &Path, arguments: &[&str]) -> Result<String, String> {
@@ -129,6 +134,10 @@ fn chart_and_kustomizations_have_the_same_objects() {
     let monitoring = render(&["--set", "monitoring.enabled=true"]).unwrap();
     check_equal(monitoring, &build("overlays/monitoring"));
     check_equal(render(&["--values", ALL]).unwrap(), &build("overlays/all"));
+    let own = json!({ "resources": ["../overlays/rbd"], "components": ["../components/secrets"] });
+    let own = build_own(&own);
+    check_references(&own);
+    check_equal(render(&["--values", RBD, "--set", SECRETS]).unwrap(), &own);
 }
 
 #[test]
@@ -253,7 +262,8 @@ fn all_values() -> Value {
         "imagePullSecrets": ["registry"],
         "kubeletDirectory": "/data/kubelet",
         "directories": { "fast": "/mnt/fast" },
-        "ceph": { "secretName": "ceph" },
+        "secrets": { "read": [{ "namespace": "default" }] },
+        "ceph": { "secretName": "ceph", "controllerSecretName": "ceph-of-controller" },
         "storageClasses": {
             "cleat-local": null,
             "fast": { "parameters": { "directory": "fast" }, "isDefault": true, "reclaimPolicy": "Retain",

@@ -53,7 +53,22 @@ pub(crate) fn tool(name: &str) -> PathBuf {
 
 /// Returns the objects of a kustomization in `deploy/`, as `kubectl kustomize` prints them.
 pub(crate) fn build(directory: &str) -> Vec<Value> {
-    let path = Path::new(BASE).parent().unwrap().join(directory);
+    build_at(&Path::new(BASE).parent().unwrap().join(directory))
+}
+
+/// Returns the objects of a kustomization of a user, which is in a directory beside the base.
+pub(crate) fn build_own(kustomization: &Value) -> Vec<Value> {
+    let home = tempfile::tempdir().unwrap();
+    let deploy = Path::new(BASE).parent().unwrap();
+    let copied = Command::new("cp").arg("-r").arg(deploy).arg(home.path()).status().unwrap();
+    assert!(copied.success());
+    let own = home.path().join("deploy/own");
+    std::fs::create_dir(&own).unwrap();
+    std::fs::write(own.join("kustomization.yaml"), kustomization.to_string()).unwrap();
+    build_at(&own)
+}
+
+fn build_at(path: &Path) -> Vec<Value> {
     let output = Command::new(tool("kustomize")).arg("build").arg(path).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let objects: Vec<Value> =

@@ -13,7 +13,7 @@ use tokio::sync::{Mutex, OwnedMutexGuard};
 use super::objects::{NODE, Objects, POD, apply};
 use super::pods::{Kubelet, pod};
 use super::sidecar::Sidecar;
-use crate::chart::{RBD, render};
+use crate::chart::{RBD, SECRETS, render};
 use crate::control_plane::NAMESPACE;
 use crate::deploy::documents;
 use crate::fixture::{World, eventually};
@@ -37,7 +37,12 @@ impl Installed {
         static ONLY: std::sync::OnceLock<Arc<Mutex<()>>> = std::sync::OnceLock::new();
         let only = Arc::clone(ONLY.get_or_init(Arc::default)).lock_owned().await;
         let objects = Objects(world.client.clone());
-        let manifests = render(&["--values", RBD, "--set", "snapshotter.enabled=true"]).unwrap();
+        let more = format!("snapshotter.enabled=true,{SECRETS}");
+        let manifests = render(&["--values", RBD, "--set", &more]).unwrap();
+        let namespace = json!({
+            "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": "rook-ceph" },
+        });
+        apply(&world.client, &namespace).await.unwrap();
         for object in snapshot_definitions().iter().chain(&manifests) {
             apply(&world.client, object).await.unwrap_or_else(|error| panic!("{object}: {error}"));
         }

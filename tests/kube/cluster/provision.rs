@@ -47,9 +47,9 @@ async fn provision(installed: &Installed, claim: Value) -> Value {
 }
 
 /// Takes a snapshot of a claim, and waits until it can be used.
-async fn snapshot(objects: &Objects, name: &str, claim: &str) {
+async fn snapshot(objects: &Objects, name: &str, class: &str, claim: &str) {
     let spec = json!({
-        "volumeSnapshotClassName": "cleat", "source": { "persistentVolumeClaimName": claim },
+        "volumeSnapshotClassName": class, "source": { "persistentVolumeClaimName": claim },
     });
     objects.apply(SNAPSHOT, json!({ "metadata": { "name": name }, "spec": spec })).await;
     objects
@@ -73,16 +73,45 @@ async fn classes(world: &World) {
         "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshotClass",
         "metadata": { "name": "cleat" }, "driver": DRIVER, "deletionPolicy": "Delete",
     });
+    let mut of_images = snapshots.clone();
+    of_images["metadata"]["name"] = json!("of-images");
+    of_images["parameters"] = secrets_of_rook(&["snapshotter"]);
     let slow = json!({
         "apiVersion": "storage.k8s.io/v1", "kind": "VolumeAttributesClass",
         "metadata": { "name": "slow" }, "driverName": DRIVER, "parameters": { "iops": "100" },
     });
     let files = class("files", "WaitForFirstConsumer", json!({ "directory": "default" }));
     // The cluster of the tests has no manager, and does not know its free space: no pod would be bound to a node.
-    let images = class("images", "Immediate", json!({ "clusterID": "ceph", "pool": POOL }));
-    for class in [files, images, snapshots, slow] {
+    let mut parameters = secrets_of_rook(&["provisioner", "controller-expand", "node-stage"]);
+    parameters["clusterID"] = json!("ceph");
+    parameters["pool"] = json!(POOL);
+    let images = class("images", "Immediate", parameters);
+    for class in [files, images, snapshots, of_images, slow, secret_of_rook()] {
         super::objects::apply(&world.client, &class).await.unwrap();
     }
+}
+
+/// Parameters of a class that name the Secret of Rook for these purposes.
+fn secrets_of_rook(purposes: &[&str]) -> Value {
+    let mut parameters = json!({});
+    for purpose in purposes {
+        let name = format!("csi.storage.k8s.io/{purpose}-secret-name");
+        parameters[name] = json!("rook-csi-rbd-provisioner");
+        let namespace = format!("csi.storage.k8s.io/{purpose}-secret-namespace");
+        parameters[namespace] = json!("rook-ceph");
+    }
+    parameters
+}
+
+/// The Secret with a client of the cluster, as Rook makes it.
+fn secret_of_rook() -> Value {
+    let keyring = fs::read_to_string(shared().keyring("admin")).unwrap();
+    let key = keyring.lines().find_map(|line| line.trim().strip_prefix("key = ")).unwrap();
+    json!({
+        "apiVersion": "v1", "kind": "Secret",
+        "metadata": { "name": "rook-csi-rbd-provisioner", "namespace": "rook-ceph" },
+        "stringData": { "userID": "admin", "userKey": key.trim() },
+    })
 }
 
 fn handle(volume: &Value) -> String {
@@ -171,7 +200,7 @@ async fn life_of_files(installed: &Installed) {
     let path = file(installed, &data);
     let mut written = fs::File::options().write(true).open(&path).unwrap();
     written.write_all(CONTENT_OF_DATA).unwrap();
-    snapshot(objects, "snapshot", "data").await;
+    snapshot(objects, "snapshot", "cleat", "data").await;
     // The volume changes after its snapshot.
     written.rewind().unwrap();
     written.write_all(&[0xff; 16]).unwrap();
@@ -197,11 +226,12 @@ async fn life_of_images(installed: &Installed) {
     let image = provision(installed, claim("image", "images", "8Mi", &Value::Null)).await;
     let name = handle(&image).rsplit('/').next().unwrap().to_owned();
     assert!(images().contains(&name), "{name}");
+    assert_eq!(image["spec"]["csi"]["nodeStageSecretRef"]["namespace"], "rook-ceph");
     // The claim belongs to no node, so that no loss of a node delays it.
     let claimed = objects.get(CLAIM, "image").await.unwrap();
     let selected = &claimed["metadata"]["annotations"]["volume.kubernetes.io/selected-node"];
     assert_eq!(selected, "cleat-images");
-    snapshot(objects, "of-image", "image").await;
+    snapshot(objects, "of-image", "of-images", "image").await;
     let clone = claim("clone", "images", "16Mi", &of_snapshot("of-image"));
     let clone = provision(installed, clone).await;
     assert_eq!(clone["spec"]["capacity"]["storage"], "16Mi");
