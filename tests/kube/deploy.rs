@@ -262,23 +262,27 @@ fn the_nodes_use_grants_and_the_controller_gives_them() {
     assert_eq!(pod["serviceAccountName"], cleat_kube::rights::CONTROLLER_ACCOUNT);
     let node = &daemon(&objects)["spec"]["template"]["spec"];
     assert_eq!(node["serviceAccountName"], cleat_kube::rights::NODE_ACCOUNT);
-    // Both read the same file of clusters from the same Secret.
+    // Both read a file of clusters of this name, each from its Secret.
     let arguments = pod["containers"][0]["args"].as_array().unwrap();
     let clusters = arguments.iter().position(|argument| argument == "--clusters").unwrap();
     assert_eq!(arguments[clusters + 1], config.csi.clusters.to_str().unwrap());
     let directory = config.csi.clusters.parent().unwrap().to_str().unwrap();
-    for pod in [&pod, node] {
+    for (pod, secret) in [(&pod, "cleat-ceph-controller"), (node, "cleat-ceph")] {
         let mounts = pod["containers"][0]["volumeMounts"].as_array().unwrap();
         let mount = mounts.iter().find(|mount| mount["mountPath"] == directory).unwrap();
         let volumes = pod["volumes"].as_array().unwrap();
         let volume = volumes.iter().find(|volume| volume["name"] == mount["name"]).unwrap();
-        assert_eq!(volume["secret"]["secretName"], "cleat-ceph");
+        assert_eq!(volume["secret"]["secretName"], secret);
     }
 }
 
-/// Returns the files of the Secret.
-fn secret(objects: &[Value]) -> BTreeMap<String, Vec<u8>> {
-    let secret = objects.iter().find(|object| object["kind"] == "Secret").unwrap();
+/// Returns the files of a Secret, whose name has a suffix.
+fn secret(objects: &[Value], name: &str) -> BTreeMap<String, Vec<u8>> {
+    let is_meant = |object: &&Value| {
+        let known = object["metadata"]["name"].as_str().unwrap();
+        object["kind"] == "Secret" && known.rsplit_once('-').unwrap().0 == name
+    };
+    let secret = objects.iter().find(is_meant).unwrap();
     let data: BTreeMap<String, String> = serde_json::from_value(secret["data"].clone()).unwrap();
     let decode = |(name, text): (String, String)| {
         // kustomize breaks the lines.
@@ -288,33 +292,47 @@ fn secret(objects: &[Value]) -> BTreeMap<String, Vec<u8>> {
     data.into_iter().map(decode).collect()
 }
 
-/// The classes name clusters of the Secret, whose files are in the Secret, too.
+/// The classes name clusters of the Secrets, whose files are in the Secrets, too. A node and the controller have no Ceph
+/// client in common.
 #[test]
-fn the_clusters_of_the_classes_are_in_the_secret_with_their_files() {
+fn the_clusters_of_the_classes_are_in_the_secrets_with_their_files() {
     for directory in ["overlays/rbd", "overlays/object", "overlays/all"] {
         let objects = build(directory);
-        let files = secret(&objects);
-        let clusters: Vec<Value> = serde_json::from_slice(&files["clusters.json"]).unwrap();
-        let classes = objects.iter().filter(|object| object["kind"] == "StorageClass");
-        let named = classes.filter_map(|class| class["parameters"]["clusterID"].as_str());
-        let named: BTreeSet<&str> = named.collect();
-        let known = clusters.iter().map(|cluster| cluster["clusterID"].as_str().unwrap());
-        let known: BTreeSet<&str> = known.collect();
-        assert_eq!(named, known, "{directory}");
-        let mut used = BTreeSet::from(["clusters.json"]);
-        for cluster in &clusters {
-            let store = cluster["store"].as_str();
-            let path = store.map_or_else(
-                || cluster["keyring"].as_str(),
-                |store| {
-                    test_kit::backends::REGISTRY.store(store).unwrap();
-                    store.split_once("credentials_file=").map(|(_, path)| path)
-                },
-            );
-            used.insert(path.unwrap().strip_prefix("/etc/ceph/").unwrap());
-        }
-        assert!(files.keys().eq(&used), "{directory}: {:?} and {used:?}", files.keys());
+        let [of_nodes, of_controller] = ["cleat-ceph", "cleat-ceph-controller"]
+            .map(|name| check_clusters(&objects, &secret(&objects, name)));
+        assert!(of_nodes.is_disjoint(&of_controller), "{directory}: {of_nodes:?}");
+        assert_eq!(of_nodes.is_empty(), directory == "overlays/object");
     }
+}
+
+/// Checks that a Secret has the clusters of the classes and the files that they name, and returns its Ceph clients.
+fn check_clusters(objects: &[Value], files: &BTreeMap<String, Vec<u8>>) -> BTreeSet<String> {
+    let clusters: Vec<Value> = serde_json::from_slice(&files["clusters.json"]).unwrap();
+    let classes = objects.iter().filter(|object| object["kind"] == "StorageClass");
+    let named = classes.filter_map(|class| class["parameters"]["clusterID"].as_str());
+    let named: BTreeSet<&str> = named.collect();
+    let known = clusters.iter().map(|cluster| cluster["clusterID"].as_str().unwrap());
+    let known: BTreeSet<&str> = known.collect();
+    assert_eq!(named, known);
+    let mut used = BTreeSet::from(["clusters.json"]);
+    let mut clients = BTreeSet::new();
+    for cluster in &clusters {
+        let path = if let Some(store) = cluster["store"].as_str() {
+            test_kit::backends::REGISTRY.store(store).unwrap();
+            store.split_once("credentials_file=").map(|(_, path)| path)
+        } else {
+            let client = cluster["userID"].as_str().unwrap();
+            let path = cluster["keyring"].as_str().unwrap();
+            let name = path.strip_prefix("/etc/ceph/").unwrap();
+            let keyring = str::from_utf8(&files[name]).unwrap();
+            assert!(keyring.contains(&format!("[client.{client}]")), "{client}: {keyring}");
+            clients.insert(client.to_owned());
+            Some(path)
+        };
+        used.insert(path.unwrap().strip_prefix("/etc/ceph/").unwrap());
+    }
+    assert!(files.keys().eq(&used), "{:?} and {used:?}", files.keys());
+    clients
 }
 
 #[test]

@@ -16,6 +16,12 @@ const SNAPSHOTTER: &str = "registry.k8s.io/sig-storage/csi-snapshotter:v8.7.0";
 /// The pool in `deploy/components/rbd`.
 pub(crate) const POOL: &str = "kubernetes";
 
+/// The Ceph client of the nodes in `deploy/components/rbd`.
+const NODE_CLIENT: &str = "csi";
+
+/// The Ceph client of the controller in `deploy/components/rbd`.
+const CONTROLLER_CLIENT: &str = "csi-controller";
+
 /// The image of csi-attacher, which nothing in `deploy/` has.
 const ATTACHER: &str = "registry.k8s.io/sig-storage/csi-attacher:v4.13.0";
 
@@ -44,19 +50,17 @@ pub(crate) fn snapshot_definitions() -> PathBuf {
     test_kit::go::module("tests/kube/control-plane", module).join("config/crd")
 }
 
-/// Starts a Ceph cluster that the nodes reach, with a pool and a client for the volumes.
+/// Starts a Ceph cluster that the nodes reach, with a pool and the clients for the volumes.
 pub(crate) fn start_ceph() -> ceph::Cluster {
     let cluster = ceph::Cluster::start_at(HOST_OF_MACHINES);
     cluster.make_pool(POOL);
-    cluster.ceph(&[
-        "auth",
-        "get-or-create",
-        "client.csi",
-        "mon",
-        "profile rbd, allow command \"osd blocklist\" with blocklistop=rm",
-        "osd",
-        &format!("profile rbd pool={POOL}"),
-    ]);
+    let osd = format!("profile rbd pool={POOL}");
+    // Only the controller may end the fence of a node.
+    let unfence = "profile rbd, allow command \"osd blocklist\" with blocklistop=rm";
+    for (client, mon) in [(NODE_CLIENT, "profile rbd"), (CONTROLLER_CLIENT, unfence)] {
+        let client = format!("client.{client}");
+        cluster.ceph(&["auth", "get-or-create", &client, "mon", mon, "osd", &osd]);
+    }
     cluster
 }
 
@@ -68,16 +72,21 @@ pub(crate) fn with_images(directory: &Path, ceph: &ceph::Cluster, is_stock: bool
     let rbd = directory.join("deploy/components/rbd");
     let conf = std::fs::read_to_string(ceph.conf()).unwrap();
     let monitors = conf.lines().find_map(|line| line.strip_prefix("mon host = ")).unwrap();
-    let clusters = json!([{
-        "clusterID": "ceph",
-        "monitors": [monitors],
-        "userID": "csi",
-        "keyring": "/etc/ceph/ceph.client.csi.keyring",
-        "pools": [POOL],
-    }]);
-    std::fs::write(rbd.join("clusters.json"), clusters.to_string()).unwrap();
-    let keyring = ceph.ceph(&["auth", "get", "client.csi"]);
-    std::fs::write(rbd.join("ceph.client.csi.keyring"), keyring).unwrap();
+    for (client, directory) in
+        [(NODE_CLIENT, rbd.clone()), (CONTROLLER_CLIENT, rbd.join("controller"))]
+    {
+        let name = format!("ceph.client.{client}.keyring");
+        let clusters = json!([{
+            "clusterID": "ceph",
+            "monitors": [monitors],
+            "userID": client,
+            "keyring": format!("/etc/ceph/{name}"),
+            "pools": [POOL],
+        }]);
+        std::fs::write(directory.join("clusters.json"), clusters.to_string()).unwrap();
+        let keyring = ceph.ceph(&["auth", "get", &format!("client.{client}")]);
+        std::fs::write(directory.join(name), keyring).unwrap();
+    }
     let own = directory.join("deploy/own");
     std::fs::create_dir_all(&own).unwrap();
     let mut kustomization = json!({
