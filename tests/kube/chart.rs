@@ -178,6 +178,7 @@ fn wrong_values_are_refused_with_the_place_and_the_cause() {
             "controller.replicas=1,controller.podDisruptionBudget.enabled=true",
             "set controller.replicas=2",
         ),
+        ("controller.replicas=1,remediation.enabled=true", "set controller.replicas=2"),
         ("storageClasses.fast.volumeBindingMode=Immediate", "set images.enabled=true"),
     ] {
         let refused = render(&["--set", values]).unwrap_err();

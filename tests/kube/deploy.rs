@@ -276,6 +276,40 @@ fn the_nodes_use_grants_and_the_controller_gives_them() {
     }
 }
 
+/// A sidecar without the daemon on its node would wait for ever. Of the workloads, only DaemonSets with the same nodes may
+/// mount the socket without a rule for that.
+#[test]
+fn the_sidecars_run_beside_a_daemon() {
+    let objects = build("overlays/all");
+    let daemon = &daemon(&objects)["spec"]["template"];
+    let mounts_socket = |pod: &Value| {
+        let volumes = pod["volumes"].as_array().unwrap();
+        volumes.iter().any(|volume| {
+            let path = volume["hostPath"]["path"].as_str().unwrap_or_default();
+            path.ends_with("/plugins/cleat.csi.storage")
+        })
+    };
+    let mut checked = BTreeSet::new();
+    for set in &objects {
+        let pod = &set["spec"]["template"]["spec"];
+        if !pod.is_object() || !mounts_socket(pod) {
+            continue;
+        }
+        checked.insert(set["metadata"]["name"].as_str().unwrap());
+        if set["kind"] == "DaemonSet" {
+            for field in ["nodeSelector", "tolerations"] {
+                assert_eq!(pod[field], daemon["spec"][field], "{field}");
+            }
+            continue;
+        }
+        let required = "requiredDuringSchedulingIgnoredDuringExecution";
+        let rules = pod["affinity"]["podAffinity"][required].as_array().unwrap();
+        assert_eq!(rules[0]["topologyKey"], "kubernetes.io/hostname");
+        assert_eq!(rules[0]["labelSelector"]["matchLabels"], daemon["metadata"]["labels"]);
+    }
+    assert_eq!(checked, BTreeSet::from(["cleat-files", "cleat-images"]));
+}
+
 /// Returns the files of a Secret, whose name has a suffix.
 fn secret(objects: &[Value], name: &str) -> BTreeMap<String, Vec<u8>> {
     let is_meant = |object: &&Value| {
