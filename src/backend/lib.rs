@@ -58,6 +58,7 @@ use std::time::Duration;
 
 use cleat_core::error::Result;
 use cleat_core::request::{IoError, Request};
+use cleat_core::space::SpaceUse;
 use cleat_core::volume::{BlockSizes, Features};
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion, Ring};
@@ -191,6 +192,10 @@ pub trait Image: Send + Sync {
     /// has changed; it may call it with a delay of some seconds. A backend that acknowledges only durable writes, or
     /// whose storage keeps them, ignores it.
     fn report_unsaved(&self, _report: Box<dyn Fn(u64) + Send + Sync>) {}
+
+    /// Sets what the backend calls with the bytes that the volume has put to its store and takes there, about every
+    /// second. A backend that puts what clients write, and nothing else, ignores it.
+    fn report_space(&self, _report: Box<dyn Fn(SpaceUse) + Send + Sync>) {}
 
     /// Sets whether the supervisor would pass the tail file ([`OpenOptions::tail_file`]) to the next process. Without
     /// that, no write may be acknowledged before it is durable. Never blocks.

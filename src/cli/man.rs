@@ -136,13 +136,15 @@ A field without a value is null. Sizes are in bytes, times in seconds since the 
 
 map, set, resize, status TARGET: a mapping
   name uri state message device symlink size_bytes block_size read_only connections
-  dead_connection_timeout_s on_outage iops bytes_per_s busy_poll fenced sync_failed unsaved_bytes outage
+  dead_connection_timeout_s on_outage iops bytes_per_s busy_poll fenced sync_failed unsaved_bytes space outage
   quiesce quiet worker_pid worker_version last_worker_end mapping_id generation mapped_at_s holders
   state    mapping, mapped, recovering, failed, unmapping, orphan
   fenced   true: another client owns the volume, or another volume has taken its place; the state is
            failed until it is mapped again
   sync_failed  true: the storage lost written data; every flush fails until it is mapped again
   unsaved_bytes  acknowledged writes in memory that are not in the store yet; a failure of the node loses them
+  space    {put_bytes, written_bytes, write_amplification, object_bytes, live_bytes, space_amplification} of a
+           volume on an object store; or null. An amplification is null before there is data
   outage   {since_unix_ms, reason, queued, policy} while the backend cannot be reached; or null
   quiesce  whether the device is quiesced for snapshots
   quiet    {since_unix_ms, hook} while it is quiesced; or null. hook is null if file systems are frozen

@@ -31,6 +31,7 @@ mod resize;
 mod serve;
 mod set;
 mod size;
+mod space;
 mod stats;
 mod status;
 mod unmap;

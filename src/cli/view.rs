@@ -10,12 +10,13 @@ use serde::Serialize;
 
 use super::output::Table;
 use super::size;
+use super::space::Space;
 use crate::doctor::{self, Verdict};
 use cleat_api::v1;
 use cleat_core::clock::{Clock as _, SystemClock};
 
 /// One mapping.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Mapping {
     pub name: String,
     pub uri: String,
@@ -49,6 +50,8 @@ pub(super) struct Mapping {
     pub sync_failed: bool,
     /// Acknowledged writes that are in memory and not in the store yet.
     pub unsaved_bytes: u64,
+    /// What the volume costs in its store.
+    pub space: Option<Space>,
     /// The current outage of the backend.
     pub outage: Option<Outage>,
     /// Whether the device is quiesced for snapshots.
@@ -142,6 +145,7 @@ impl From<v1::Mapping> for Mapping {
             fenced: mapping.fenced,
             sync_failed: mapping.sync_failed,
             unsaved_bytes: mapping.unsaved_bytes,
+            space: mapping.space.map(Space::from),
             outage: mapping.outage.map(|outage| Outage {
                 since_unix_ms: outage.since_unix_ms,
                 reason: text(outage.reason),
@@ -312,6 +316,10 @@ pub(super) fn details(mapping: &Mapping) -> String {
     }
     if mapping.unsaved_bytes > 0 {
         line("not in store", format!("{} bytes of acknowledged writes", mapping.unsaved_bytes));
+    }
+    if let Some(space) = &mapping.space {
+        line("write amplification", space.of_writes());
+        line("space amplification", space.of_space());
     }
     if let Some(outage) = &mapping.outage {
         line("outage", outage.to_string());

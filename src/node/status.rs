@@ -10,6 +10,7 @@ use crate::holders::in_use_error;
 use crate::mapping::{Change, Guard, Guarded, Mapping, OutageView, Place, View};
 use crate::planner::{Failure, Observed, State};
 use cleat_core::error::Error;
+use cleat_core::space::SpaceUse;
 
 /// Changes the view of a mapping and notifies the subscribers. Returns the new view, or `None` if the view
 /// did not change.
@@ -77,6 +78,7 @@ pub(crate) fn publish_state(cx: &Context, guard: &mut Guard, state: &State, obse
             holders,
             outage,
             unsaved_bytes: 0,
+            space: SpaceUse::default(),
             last_exit,
         };
     }) && failed

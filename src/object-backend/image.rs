@@ -15,6 +15,7 @@ use cleat_backend::{
 };
 use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, Result};
+use cleat_core::space::SpaceUse;
 use cleat_core::volume::{BlockSizes, Features};
 use cleat_object::cache::Cache;
 use cleat_object::codec::Description;
@@ -255,6 +256,10 @@ impl Image for ObjectImage {
 
     fn report_unsaved(&self, report: Box<dyn Fn(u64) + Send + Sync>) {
         self.shared.set_report(report);
+    }
+
+    fn report_space(&self, report: Box<dyn Fn(SpaceUse) + Send + Sync>) {
+        self.shared.set_space_report(report);
     }
 
     fn permit_tail_file(&self, is_passed_on: bool) {

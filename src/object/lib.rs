@@ -37,6 +37,8 @@ mod rules;
 mod simulation;
 #[cfg(test)]
 mod snapshot_tests;
+#[cfg(test)]
+mod space_tests;
 pub mod store;
 pub mod tail_memory;
 #[cfg(test)]

@@ -21,6 +21,7 @@ use crate::volume::{Config, Failure, Newest, Place, Volume, race};
 pub(crate) struct Memory {
     pub(crate) objects: Mutex<BTreeMap<String, Vec<u8>>>,
     operations: AtomicU64,
+    put_bytes: AtomicU64,
     log_puts: AtomicU64,
     log_reads: AtomicU64,
 }
@@ -28,6 +29,11 @@ pub(crate) struct Memory {
 impl Memory {
     pub(crate) fn count(&self) -> u64 {
         self.operations.load(Ordering::Relaxed)
+    }
+
+    /// The bytes of all objects that were ever created.
+    pub(crate) fn put_bytes(&self) -> u64 {
+        self.put_bytes.load(Ordering::Relaxed)
     }
 
     pub(crate) fn log_reads(&self) -> u64 {
@@ -46,6 +52,7 @@ impl Store for Memory {
         if objects.contains_key(name) {
             return Box::pin(ready(Err(StoreError::Exists)));
         }
+        self.put_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         let is_log = name.starts_with("log/");
         self.log_puts.fetch_add(is_log.into(), Ordering::Relaxed);
         objects.insert(name.to_owned(), bytes.to_owned());

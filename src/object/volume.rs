@@ -125,6 +125,13 @@ pub struct Status {
     pub live_bytes: u64,
     /// Their space in bytes; objects of less than 64 KiB count as this.
     pub space_bytes: u64,
+    /// All data in them in bytes, before compression.
+    pub object_bytes: u64,
+    /// The bytes of the objects that were put to the store since the volume was opened, those of the collector
+    /// included.
+    pub put_bytes: u64,
+    /// The bytes that were written since then, without those of the collector.
+    pub written_bytes: u64,
     /// The memory of the map's pages in bytes.
     pub map_bytes: usize,
     /// The data that was read ahead in bytes.
@@ -197,6 +204,9 @@ impl Volume {
             objects: state.usage.len(),
             live_bytes: state.usage.all().live,
             space_bytes: state.usage.all().space,
+            object_bytes: state.usage.all().bytes,
+            put_bytes: self.0.access.put_bytes(),
+            written_bytes: state.written_bytes,
             map_bytes: state.map.bytes(),
             ahead_bytes: state.ahead.bytes(),
             tail_bytes: state.tail.bytes(),

@@ -17,6 +17,7 @@
 //! have different numbers of operations and error kinds, within the reserved places.
 
 mod handover;
+mod stored;
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -26,6 +27,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use cleat_core::clock::{Clock as _, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::request::{IoError, Op};
+use cleat_core::space::SpaceUse;
 use cleat_sys::shared::SharedMemory;
 
 /// The maximum number of connections at the same time that have their own counters.
@@ -79,6 +81,8 @@ pub struct Snapshot {
     pub limited_ns: u64,
     /// See [`Page::unsaved`].
     pub unsaved: u64,
+    /// See [`Page::space`].
+    pub space: SpaceUse,
 }
 
 /// The counts of one operation since the page was created.
@@ -207,20 +211,10 @@ impl Page {
         self.memory.words()[SYNC_FAILED].load(Relaxed) != 0
     }
 
-    /// Sets the data of acknowledged writes that is not durable yet, in bytes. The supervisor can read this also after
-    /// the worker has died.
-    pub fn set_unsaved(&self, bytes: u64) {
-        self.memory.words()[UNSAVED].store(bytes, Relaxed);
-    }
-
-    /// Returns the data of acknowledged writes that is not durable yet, in bytes.
-    pub fn unsaved(&self) -> u64 {
-        self.memory.words()[UNSAVED].load(Relaxed)
-    }
-
     /// Returns the current values of the page. It never blocks.
     pub fn snapshot(&self) -> Snapshot {
-        let mut sum = Snapshot { unsaved: self.unsaved(), ..Snapshot::default() };
+        let (unsaved, space) = (self.unsaved(), self.space());
+        let mut sum = Snapshot { unsaved, space, ..Snapshot::default() };
         for slot in 0..self.used() {
             sum.add(slot_words(&self.memory, slot));
         }
@@ -395,6 +389,8 @@ const RECONNECTS: usize = HANDOVER + 1;
 const SYNC_FAILED: usize = RECONNECTS + 1;
 /// Word of the header: see [`Page::set_unsaved`].
 const UNSAVED: usize = SYNC_FAILED + 1;
+/// First of four words of the header: see [`Page::set_space`].
+const SPACE: usize = UNSAVED + 1;
 /// The number of words before the first slot. Unused words are zero.
 const HEADER_WORDS: usize = 512;
 /// The number of words of one slot: a whole number of cache lines, with places for more counters.

@@ -107,8 +107,9 @@ impl Session {
             limits,
             Arc::clone(&clock),
         )?;
-        let unsaved = page.clone();
+        let (unsaved, space) = (page.clone(), page.clone());
         image.report_unsaved(Box::new(move |bytes| unsaved.set_unsaved(bytes)));
+        image.report_space(Box::new(move |used| space.set_space(used)));
         let waker = Waker::new().map_err(|e| Error::from_io("no descriptor left", e))?;
         server.set_policy(start.policy);
         server.watch_outages(waker.clone());

@@ -142,6 +142,12 @@ pub(crate) fn mapping(view: &View) -> api::Mapping {
         fenced: view.is_fenced(),
         sync_failed: view.record.sync_failed,
         unsaved_bytes: view.unsaved_bytes,
+        space: view.space.is_counted().then_some(api::SpaceUse {
+            put_bytes: view.space.put_bytes,
+            written_bytes: view.space.written_bytes,
+            object_bytes: view.space.object_bytes,
+            live_bytes: view.space.live_bytes,
+        }),
         outage: view.outage.as_ref().map(|outage| api::Outage {
             since_unix_ms: outage.since_unix_ms,
             reason: outage.reason.clone().unwrap_or_default(),

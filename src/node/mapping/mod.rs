@@ -18,6 +18,7 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::planner::{Record, State};
 use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_core::space::SpaceUse;
 use cleat_statistics::Page;
 
 pub use force_progress::{ForceProgress, ForceReport, ForcedStep};
@@ -67,6 +68,7 @@ impl Mapping {
             holders: Vec::new(),
             outage: None,
             unsaved_bytes: 0,
+            space: SpaceUse::default(),
             last_exit: None,
         };
         Self {
@@ -200,7 +202,9 @@ impl Mapping {
         if let (Some(outage), Some(page)) = (&mut view.outage, self.statistics()) {
             outage.queued = page.snapshot().queued;
         }
-        view.unsaved_bytes = self.statistics().map_or(0, |page| page.unsaved());
+        if let Some(page) = self.statistics() {
+            (view.unsaved_bytes, view.space) = (page.unsaved(), page.space());
+        }
         view
     }
 

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use crate::planner::{DeviceProperties, ObservedDevice, Record, State};
 use cleat_core::error::ErrorKind;
+use cleat_core::space::SpaceUse;
 use cleat_kernel::{DeviceIndex, DevicePaths, Holder};
 
 /// The state of a mapping that can be read at any time.
@@ -29,6 +30,8 @@ pub struct View {
     pub outage: Option<OutageView>,
     /// The data of acknowledged writes that is not durable yet, in bytes.
     pub unsaved_bytes: u64,
+    /// What the volume has put to its store and takes there.
+    pub space: SpaceUse,
     /// How the last worker ended that was not stopped by the supervisor.
     pub last_exit: Option<String>,
 }

@@ -13,6 +13,7 @@ use prometheus_client::registry::Registry;
 use super::scrape::{Scrape, VolumeCounters, VolumeSample};
 use crate::planner::State;
 use cleat_core::request::{IoError, Op};
+use cleat_core::space::SpaceUse;
 use cleat_statistics::{BUCKETS, FIRST_BUCKET_NS, OpSnapshot};
 
 /// The buckets of the statistics page that are shown: 4 microseconds to 69 seconds. Faster requests are
@@ -314,6 +315,16 @@ impl Scrape {
             self.by_volume(|counters| counters.snapshot.unsaved as f64),
         )?;
         writer.gauges(
+            "volume_write_amplification",
+            "Bytes put to the store for each byte that was written, since the worker has opened the volume",
+            self.ratios(SpaceUse::write_amplification),
+        )?;
+        writer.gauges(
+            "volume_space_amplification",
+            "Bytes of data in the volume's objects for each byte of it that the volume needs",
+            self.ratios(SpaceUse::space_amplification),
+        )?;
+        writer.gauges(
             "volume_outage_seconds",
             "Duration of the current outage of the backend; 0 if there is none",
             self.by_volume(|counters| match counters.snapshot.outage_since_ns {
@@ -350,6 +361,16 @@ impl Scrape {
 
     fn counters(&self) -> impl Iterator<Item = (&VolumeSample, &VolumeCounters)> {
         self.volumes.iter().filter_map(|volume| Some((volume, volume.counters.as_ref()?)))
+    }
+
+    /// The volumes for which the ratio is defined.
+    fn ratios<'a>(
+        &'a self,
+        ratio: impl Fn(&SpaceUse) -> Option<f64> + 'a,
+    ) -> impl Iterator<Item = ([Label<'a>; 1], f64)> {
+        self.counters().filter_map(move |(volume, counters)| {
+            Some(([name(volume)], ratio(&counters.snapshot.space)?))
+        })
     }
 
     fn by_volume<'a, T>(
@@ -469,6 +490,19 @@ mod tests {
         snapshot.errors.fill(u64::MAX);
         let text = text(scrape(snapshot)).unwrap();
         assert!(text.contains("cleat_volume_oldest_request_seconds{volume=\"v\"} 0.0\n"), "{text}");
+    }
+
+    #[test]
+    fn amplifications_are_shown_where_they_are_defined() {
+        let space =
+            SpaceUse { put_bytes: 300, written_bytes: 200, object_bytes: 90, live_bytes: 0 };
+        let shown = text(scrape(Snapshot { space, ..Snapshot::default() })).unwrap();
+        assert!(shown.contains("cleat_volume_write_amplification{volume=\"v\"} 1.5\n"), "{shown}");
+        assert!(!shown.contains("cleat_volume_space_amplification{"), "{shown}");
+        let space = SpaceUse { written_bytes: 0, live_bytes: 40, ..space };
+        let shown = text(scrape(Snapshot { space, ..Snapshot::default() })).unwrap();
+        assert!(!shown.contains("cleat_volume_write_amplification{"), "{shown}");
+        assert!(shown.contains("cleat_volume_space_amplification{volume=\"v\"} 2.25\n"), "{shown}");
     }
 
     #[test]

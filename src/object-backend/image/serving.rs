@@ -129,7 +129,9 @@ async fn send_older(volume: Volume, shared: Arc<Shared>, store: Arc<Watched>) {
         store.back_off(SECOND).await;
         store.look_for_hangs();
         seen = volume.send_older(seen);
-        shared.report_unsaved(volume.status().kept_bytes);
+        let status = volume.status();
+        shared.report_unsaved(status.kept_bytes);
+        shared.report_space(&status);
     }
 }
 

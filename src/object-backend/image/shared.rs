@@ -5,8 +5,9 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
 use cleat_backend::Waker;
 use cleat_core::request::Request;
+use cleat_core::space::SpaceUse;
 use cleat_object::name::SnapshotId;
-use cleat_object::volume::{Config, Failure, Place, Volume};
+use cleat_object::volume::{Config, Failure, Place, Status, Volume};
 
 use crate::executor::{Spawner, TaskId};
 
@@ -32,6 +33,8 @@ pub(crate) struct Shared {
     waker: Mutex<Option<Waker>>,
     /// Gets the data that is not durable yet, in bytes.
     report: OnceLock<Box<dyn Fn(u64) + Send + Sync>>,
+    /// Gets what the volume has put to its store and takes there.
+    space_report: OnceLock<Box<dyn Fn(SpaceUse) + Send + Sync>>,
 }
 
 impl Shared {
@@ -54,6 +57,7 @@ impl Shared {
             broken: Mutex::default(),
             waker: Mutex::default(),
             report: OnceLock::new(),
+            space_report: OnceLock::new(),
         }
     }
 
@@ -156,6 +160,23 @@ impl Shared {
     pub(crate) fn report_unsaved(&self, bytes: u64) {
         if let Some(report) = self.report.get() {
             report(bytes);
+        }
+    }
+
+    pub(crate) fn set_space_report(&self, report: Box<dyn Fn(SpaceUse) + Send + Sync>) {
+        // There is one owner.
+        let _ = self.space_report.set(report);
+    }
+
+    /// Reports what the volume has put to its store and takes there.
+    pub(crate) fn report_space(&self, status: &Status) {
+        if let Some(report) = self.space_report.get() {
+            report(SpaceUse {
+                put_bytes: status.put_bytes,
+                written_bytes: status.written_bytes,
+                object_bytes: status.object_bytes,
+                live_bytes: status.live_bytes,
+            });
         }
     }
 

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::stored::Stored;
 use crate::cache::{Cache, Key};
@@ -103,6 +104,8 @@ pub(super) struct Access {
     parent: Option<Arc<Ancestor>>,
     /// The cache of extents. The ancestors have the same one.
     cache: Option<Arc<dyn Cache>>,
+    /// The bytes of the objects that this opener has created.
+    put_bytes: Arc<AtomicU64>,
 }
 
 /// A volume from which another one was cloned, with its own parents behind it.
@@ -114,7 +117,15 @@ pub(super) struct Ancestor {
 impl Access {
     /// Access to the objects of a volume without its content.
     pub(super) fn new(store: Arc<dyn Store>, volume: VolumeId, nonce: Nonce) -> Self {
-        Self { store, volume, nonce, packing: Packing::default(), parent: None, cache: None }
+        Self {
+            store,
+            volume,
+            nonce,
+            packing: Packing::default(),
+            parent: None,
+            cache: None,
+            put_bytes: Arc::default(),
+        }
     }
 
     /// The access to the volume of a description, with its content. Without a key file, the data of an encrypted volume
@@ -224,6 +235,11 @@ impl Access {
         Identity { volume: self.volume, epoch, number }
     }
 
+    /// The bytes of the objects that this opener has created.
+    pub(super) fn put_bytes(&self) -> u64 {
+        self.put_bytes.load(Ordering::Relaxed)
+    }
+
     /// Creates the object, and finds out whether this opener has created it if the answer is not clear.
     ///
     /// # Errors
@@ -235,6 +251,14 @@ impl Access {
         bytes: &[u8],
         attempts: u32,
     ) -> Result<Put, Failure> {
+        let put = self.put_until(name, bytes, attempts).await?;
+        if put == Put::Own {
+            self.put_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        }
+        Ok(put)
+    }
+
+    async fn put_until(&self, name: Name, bytes: &[u8], attempts: u32) -> Result<Put, Failure> {
         let text = name.to_string();
         let mut failures = 0;
         loop {

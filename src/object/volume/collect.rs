@@ -101,7 +101,7 @@ impl Shared {
                 false => Reach::Earlier,
             }));
         }
-        let Sum { space: weight, live } = state.usage.free();
+        let Sum { space: weight, live, .. } = state.usage.free();
         let spare = u64::try_from(self.config.object_bytes).unwrap_or(u64::MAX);
         let limit = (live / 100).saturating_mul(self.config.max_space_percent) + spare;
         if weight <= limit {

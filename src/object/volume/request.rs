@@ -63,6 +63,7 @@ impl Shared {
             let mut state = self.lock();
             state.keep(self.epoch, Change::Write, (offset, length), extent, record.checksum);
             state.tail.write(&record, extent);
+            state.written_bytes += length;
             if state.tail.open_bytes() >= self.config.object_bytes {
                 state.changed();
             }

@@ -51,6 +51,8 @@ pub(super) struct State {
     pub(super) ahead: ReadAhead,
     /// The size in bytes after the slots that were applied.
     pub(super) applied_size: u64,
+    /// The bytes that were written since the volume was opened, without those of the collector.
+    pub(super) written_bytes: u64,
     pub(super) pause: Pause,
     failure: Option<Failure>,
     wakers: Vec<Waker>,
@@ -179,6 +181,7 @@ impl Shared {
             snapshots: Snapshots::default(),
             ahead: ReadAhead::new(config.read_ahead_bytes),
             applied_size: size,
+            written_bytes: 0,
             pause: Pause::default(),
             failure: None,
             wakers: Vec::new(),

@@ -38,10 +38,14 @@ pub(super) struct Table {
     small: u32,
 }
 
-/// Space in bytes; small objects count more than they are long.
+/// Space in bytes.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Sum {
+    /// Small objects count more than they are long.
     pub(super) space: u64,
+    /// The data in the objects.
+    pub(super) bytes: u64,
+    /// The part of it to which the map refers.
     pub(super) live: u64,
 }
 
@@ -81,6 +85,7 @@ impl Table {
         let (space, live) = (self.weight_of(object), u64::from(object.live));
         for sum in self.sums(at) {
             sum.space += space;
+            sum.bytes += u64::from(object.bytes);
             sum.live += live;
         }
         self.objects.insert(at, object);
@@ -102,6 +107,7 @@ impl Table {
         for (at, object) in &self.objects {
             if end < Some(*at) {
                 self.free.space += u64::from(object.bytes.max(self.small));
+                self.free.bytes += u64::from(object.bytes);
                 self.free.live += u64::from(object.live);
             }
         }
@@ -246,6 +252,7 @@ impl Table {
                 let (space, live) = (self.weight_of(object), u64::from(object.live));
                 for sum in self.sums(*at) {
                     sum.space -= space;
+                    sum.bytes -= u64::from(object.bytes);
                     sum.live -= live;
                 }
                 self.dirty.insert(chunk(*at));

@@ -13,7 +13,7 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use cleat_api::v1::{MappingState, Unmount};
+use cleat_api::v1::{self, MappingState, Unmount};
 use serde_json::Value;
 use tempfile::TempDir;
 use tonic::Code;
@@ -208,7 +208,7 @@ fn a_mapping_in_json_has_the_documented_fields() {
         mapping.as_object().expect("an object").keys().map(String::as_str).collect();
     let documented = "block_size busy_poll bytes_per_s connections dead_connection_timeout_s device \
                       fenced generation holders iops last_worker_end mapped_at_s mapping_id message name \
-                      on_outage outage quiesce quiet read_only size_bytes state symlink sync_failed unsaved_bytes uri \
+                      on_outage outage quiesce quiet read_only size_bytes space state symlink sync_failed unsaved_bytes uri \
                       worker_pid worker_version";
     assert_eq!(fields, documented.split_whitespace().collect::<Vec<_>>());
     assert_eq!(mapping["size_bytes"], 1_u64 << 30);
@@ -371,13 +371,13 @@ fn set_sends_only_the_given_options() {
 
 #[test]
 fn ls_and_status_show_an_outage() {
-    let outage = cleat_api::v1::Outage {
+    let outage = v1::Outage {
         since_unix_ms: 1000,
         reason: "no route".into(),
         queued: 17,
         policy: "queue".into(),
     };
-    let mapping = cleat_api::v1::Mapping {
+    let mapping = v1::Mapping {
         outage: Some(outage),
         last_worker_end: "worker 7 was killed by SIGKILL".into(),
         ..mapping("data", 0)
@@ -393,6 +393,42 @@ fn ls_and_status_show_an_outage() {
     assert!(status.contains("since 1970-01-01T00:00:01Z"), "{status}");
     assert!(status.contains("no route; 17 requests wait; policy: queue"), "{status}");
     assert!(status.contains("was killed by SIGKILL"), "{status}");
+}
+
+#[test]
+fn status_shows_the_amplification_of_a_volume_that_counts_it() {
+    let counted = |space: v1::SpaceUse| v1::Mapping { space: Some(space), ..mapping("data", 0) };
+    let used = v1::SpaceUse {
+        put_bytes: 4 << 20,
+        written_bytes: 3 << 20,
+        object_bytes: 5 << 20,
+        live_bytes: 2 << 20,
+    };
+    let daemon = Daemon::start(Script { mappings: vec![counted(used)], ..Script::default() });
+    let status = cleat("status data", &daemon.socket).stdout;
+    assert!(status.contains("  1.33 (4.0 MiB put to the store, 3.0 MiB written)\n"), "{status}");
+    assert!(status.contains("  2.50 (5.0 MiB of data in objects, 2.0 MiB needed)\n"), "{status}");
+    let space = json(&cleat("status data -o json", &daemon.socket).stdout)["space"].clone();
+    assert_eq!(
+        (&space["write_amplification"], &space["space_amplification"]),
+        (&1.33.into(), &2.5.into())
+    );
+    assert_eq!((&space["put_bytes"], &space["live_bytes"]), (&(4 << 20).into(), &(2 << 20).into()));
+
+    let new = v1::SpaceUse { written_bytes: 0, live_bytes: 0, ..used };
+    let daemon = Daemon::start(Script { mappings: vec![counted(new)], ..Script::default() });
+    let status = cleat("status data", &daemon.socket).stdout;
+    assert!(status.contains("  none (4.0 MiB put to the store, 0 B written)\n"), "{status}");
+    let space = json(&cleat("status data -o json", &daemon.socket).stdout)["space"].clone();
+    assert_eq!(
+        (&space["write_amplification"], &space["space_amplification"]),
+        (&Value::Null, &Value::Null)
+    );
+
+    let daemon = Daemon::start(Script { mappings: vec![mapping("data", 0)], ..Script::default() });
+    let status = cleat("status data", &daemon.socket).stdout;
+    assert!(!status.contains("amplification"), "{status}");
+    assert_eq!(json(&cleat("status data -o json", &daemon.socket).stdout)["space"], Value::Null);
 }
 
 #[test]

@@ -2,6 +2,7 @@
 //! client has threads.
 
 use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -10,6 +11,7 @@ use super::surroundings::Surroundings;
 use cleat::backends::REGISTRY;
 use cleat_backend::store::{Layout, Source};
 use cleat_core::error::ErrorKind;
+use cleat_core::space::SpaceUse;
 use cleat_worker::protocol::{FromWorker, Start, ToWorker};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -144,6 +146,39 @@ fn a_clone_in_a_directory_is_served_by_a_confined_process() {
     worker.send_start(&start_message(&clone));
     let (kind, message) = failure(worker.receive());
     assert_eq!(kind, ErrorKind::NotFound, "{message}");
+}
+
+/// The page has the amplification while the worker serves and after it has died.
+#[test]
+fn the_page_of_a_worker_has_the_amplification() {
+    let volume = ObjectVolume::in_directory();
+    let (worker, sockets) = Worker::serving(&volume.uri, 1);
+    let written = |sockets: &[UnixStream], byte: u8| {
+        assert_eq!(nbd::write(&sockets[0], 0, &vec![byte; 1 << 20]), 0);
+        assert_eq!(nbd::simple(&sockets[0], nbd::FLUSH, 0, 0), 0);
+    };
+    written(&sockets, 1);
+    written(&sockets, 2);
+    let deadline = std::time::Instant::now() + Duration::from_secs(60);
+    let is_complete =
+        |space: &SpaceUse| (space.written_bytes, space.live_bytes) == (2 << 20, 1 << 20);
+    while !is_complete(&worker.page.space()) {
+        assert!(std::time::Instant::now() < deadline, "{:?}", worker.page.space());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let space = worker.page.space();
+    assert!(space.put_bytes > 2 << 20 && space.put_bytes < 3 << 20, "{space:?}");
+    assert_eq!(space.object_bytes, 2 << 20, "nothing was collected yet");
+    let page = worker.page.clone();
+    drop((worker, sockets));
+    assert_eq!(page.space(), space);
+    // The next worker counts from the beginning.
+    let (worker, sockets) = Worker::serving(&volume.uri, 1);
+    written(&sockets, 3);
+    while worker.page.space().written_bytes != 1 << 20 {
+        assert!(std::time::Instant::now() < deadline, "{:?}", worker.page.space());
+        std::thread::sleep(Duration::from_millis(50));
+    }
 }
 
 #[test]
