@@ -32,6 +32,8 @@ mod packing;
 mod packing_tests;
 #[cfg(test)]
 mod read_tests;
+#[cfg(test)]
+mod repair_tests;
 mod rules;
 #[cfg(test)]
 mod simulation;

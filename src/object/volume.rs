@@ -23,6 +23,7 @@ mod place;
 mod read_ahead;
 mod reading;
 mod recovery;
+mod repair;
 mod request;
 mod shared;
 mod snapshot_requests;
@@ -44,6 +45,7 @@ pub use cloning::NewClone;
 pub use keep::Keep;
 pub use lineage::Parents;
 pub use place::{Newest, Place};
+pub use repair::{Findings, Progress, Rebuilt, Refusal, Repair};
 
 use crate::codec::{Description, MAX_DATA_BYTES, MAX_MAP_PAGES, Snapshot};
 use crate::name::{Name, Nonce, SnapshotId};

@@ -88,6 +88,17 @@ impl Check {
             }
             other => other?,
         };
+        self.entries(volume, base, entries).await
+    }
+
+    /// Checks entries of the page that begins at `base`, with their data.
+    pub(super) async fn entries(
+        &mut self,
+        volume: &Volume,
+        base: u64,
+        entries: Vec<Entry>,
+    ) -> Result<Vec<Defect>, Failure> {
+        let shared = &volume.0;
         for entry in entries.iter().filter(|entry| entry.ancestor == 0) {
             *self.live.entry(entry.object).or_default() += u64::from(entry.length);
         }
@@ -114,6 +125,11 @@ impl Check {
         }
         defects.sort_by_key(|defect| defect.range.start);
         Ok(defects)
+    }
+
+    /// The log objects of the volume itself to which the map refers, with the number of bytes.
+    pub(super) fn live(&self) -> &BTreeMap<Position, u64> {
+        &self.live
     }
 
     /// Compares the accounting of the volume with its map. Valid if all pages were checked, in this state of the volume,
@@ -199,7 +215,8 @@ fn end_of(shared: &Shared, entry: &Entry) -> Result<u64, Failure> {
     Ok(shared.access.of(entry.ancestor)?.packing.stored(entry).end)
 }
 
-fn is_defect(failure: &Failure) -> bool {
+/// Whether an object is lost or damaged.
+pub(super) fn is_defect(failure: &Failure) -> bool {
     matches!(failure, Failure::Lost(_) | Failure::Damaged { .. })
 }
 

@@ -32,9 +32,9 @@ pub(super) struct Opened {
 
 /// What precedes an epoch.
 pub(super) struct Before {
-    history: History,
+    pub(super) history: History,
     /// The newest epoch that was opened, with its cut.
-    newest: Option<Position>,
+    pub(super) newest: Option<Position>,
 }
 
 /// Log objects that were read.
@@ -60,11 +60,19 @@ impl Kept {
 
 /// What happens to the first slot of an epoch that is empty.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Gap {
+pub(super) enum Gap {
     /// It gets a seal.
     Seal,
     /// It stays empty: a reader takes what is there.
     Leave,
+}
+
+/// How the end of an epoch is looked for.
+#[derive(Debug, Clone, Copy)]
+struct Search {
+    gap: Gap,
+    /// The checkpoint that covers the first slot may be lost. The slot has nothing but the open record.
+    may_lack_first: bool,
 }
 
 /// What an opener has found in an epoch.
@@ -76,6 +84,8 @@ struct End {
     base: Option<Position>,
     /// What precedes the epoch, if its first record was read.
     open: Option<History>,
+    /// The first slot existed, and does not exist now.
+    lacks_first: bool,
 }
 
 impl End {
@@ -145,26 +155,56 @@ pub(super) async fn end_earlier(
     epoch: u64,
     kept: &mut Kept,
 ) -> Result<Before, Failure> {
-    history_before(access, epoch, Gap::Seal, kept).await
+    history_before(access, epoch, Search { gap: Gap::Seal, may_lack_first: false }, kept).await
+}
+
+/// As [`end_earlier`], or with [`Gap::Leave`] without a change, for a volume whose newest checkpoint may be lost.
+///
+/// # Errors
+/// As [`end_earlier`]; also `Lost` if an epoch has log objects and no beginning.
+pub(super) async fn end_damaged(
+    access: &Access,
+    epoch: u64,
+    gap: Gap,
+    kept: &mut Kept,
+) -> Result<Before, Failure> {
+    let search = Search { gap, may_lack_first: true };
+    let before = history_before(access, epoch, search, kept).await?;
+    let newest = before.newest.map_or(0, |cut| cut.epoch);
+    for name in access.list("log/", &behind("log", newest)).await? {
+        let Name::Slot(at) = name else { continue };
+        let identity = access.identity(at.epoch, at.slot);
+        let found = access.decode(name, |bytes| Slot::decode(identity, bytes)).await?;
+        // Its writer has committed the epoch before, and the objects that prove it are lost.
+        if matches!(found, Some(Slot::Log(_))) {
+            return Err(Failure::Lost(slot(at.epoch, 0)));
+        }
+    }
+    Ok(before)
 }
 
 /// Returns the history of the volume as it is now. Changes nothing, so the writer may continue.
 pub(super) async fn observe(access: &Access) -> Result<Opened, Failure> {
     let epoch = newest_epoch(access).await? + 1;
     let mut kept = Kept::default();
-    let Before { history, .. } = history_before(access, epoch, Gap::Leave, &mut kept).await?;
+    let search = Search { gap: Gap::Leave, may_lack_first: false };
+    let Before { history, .. } = history_before(access, epoch, search, &mut kept).await?;
     Ok(Opened { epoch, history, kept, tail_memory: None })
 }
 
 async fn history_before(
     access: &Access,
     epoch: u64,
-    gap: Gap,
+    search: Search,
     kept: &mut Kept,
 ) -> Result<Before, Failure> {
     for earlier in (1..epoch).rev() {
-        let end = end_of(access, earlier, gap, kept).await?;
+        let end = end_of(access, earlier, search, kept).await?;
         if end.cut > 0 {
+            let is_first = earlier == 1 || end.base.is_some_and(|base| base.epoch == earlier);
+            if end.lacks_first && !is_first {
+                return Err(Failure::Lost(slot(earlier, 0)));
+            }
             let newest = Some(Position { epoch: earlier, slot: end.cut });
             return Ok(Before { history: history_of(earlier, end), newest });
         }
@@ -179,16 +219,25 @@ async fn commit(access: &Access, epoch: u64, keep: Option<&Keep>) -> Result<Open
         return Err(Failure::Unsupported("too many take-overs without a checkpoint"));
     }
     let tail_memory = keep.map(|keep| keep.prepare(access, newest, epoch)).transpose()?;
+    if applies(Rule::Commit) {
+        create_first(access, epoch, &history).await?;
+    }
+    Ok(Opened { epoch, history, kept, tail_memory })
+}
+
+/// Creates slot 0 of the own epoch: this opener is the writer from then on.
+pub(super) async fn create_first(
+    access: &Access,
+    epoch: u64,
+    history: &History,
+) -> Result<(), Failure> {
     let records = vec![Record::Open(history.clone())];
     let identity = access.identity(epoch, 0);
     let object = LogObject { identity, nonce: access.nonce, confirmed: 0, records };
-    if applies(Rule::Commit) {
-        match access.put_soon(slot(epoch, 0), &object.encode()).await? {
-            Put::Own => {}
-            Put::Foreign => return Err(Failure::Fenced),
-        }
+    match access.put_soon(slot(epoch, 0), &object.encode()).await? {
+        Put::Own => Ok(()),
+        Put::Foreign => Err(Failure::Fenced),
     }
-    Ok(Opened { epoch, history, kept, tail_memory })
 }
 
 /// The history of the volume up to the end of an epoch that was opened.
@@ -204,7 +253,13 @@ fn history_of(epoch: u64, end: End) -> History {
 }
 
 /// Finds the end of an epoch. With [`Gap::Seal`], its writer cannot go beyond.
-async fn end_of(access: &Access, epoch: u64, gap: Gap, kept: &mut Kept) -> Result<End, Failure> {
+async fn end_of(
+    access: &Access,
+    epoch: u64,
+    search: Search,
+    kept: &mut Kept,
+) -> Result<End, Failure> {
+    let gap = search.gap;
     let mut end = End::default();
     let newest = newest_checkpoint(access, epoch).await?;
     end.start_from(newest.map(|slot| Position { epoch, slot }));
@@ -234,6 +289,11 @@ async fn end_of(access: &Access, epoch: u64, gap: Gap, kept: &mut Kept) -> Resul
             continue;
         }
         if applies(Rule::Witness) && has_witness(access, epoch, at).await? {
+            if at == 0 && search.may_lack_first {
+                end.lacks_first = true;
+                at = 1;
+                continue;
+            }
             // Without a seal, the writer may have filled the slot since it was read.
             if gap == Gap::Seal || missing == Some(at) {
                 return Err(Failure::Lost(slot(epoch, at)));

@@ -2,11 +2,14 @@
 
 use super::Config;
 use super::access::{Access, Ancestor, Failure};
+use super::check::is_defect;
 use super::opening::{Kept, Opened, SLOTS_AHEAD};
 use super::shared::{Patience, Shared};
 use super::tasks::{Ahead, Part};
 use super::{table, usage};
-use crate::codec::{Checkpoint, Description, LogObject, Parent, Snapshot, Usage};
+use crate::codec::{
+    Checkpoint, Description, History, LogObject, PageId, Parent, Slot, Snapshot, Usage,
+};
 use crate::name::{Name, Position};
 
 /// The end of a history: before the record with this number in the slot.
@@ -22,16 +25,21 @@ pub(super) async fn recover(
     let tail_memory = opened.tail_memory.take();
     let shared = replay_all(access, config, description, opened, None).await?;
     tail_memory.map_or(Ok(()), |prepared| shared.continue_with(prepared))?;
-    {
+    shared.begin_epoch();
+    Ok(shared)
+}
+
+impl Shared {
+    /// The open record of the own epoch is in the store.
+    pub(super) fn begin_epoch(&self) {
         // The first checkpoint permits to delete what earlier writers have left.
-        let mut state = shared.lock();
-        let is_second = shared.epoch > 1;
+        let mut state = self.lock();
+        let is_second = self.epoch > 1;
         (state.checkpoints.wanted, state.checkpoints.new_slots) = (is_second, is_second.into());
         // The own first slot has nothing but the open record.
-        state.usage.add(shared.position(0), 0);
+        state.usage.add(self.position(0), 0);
         state.limit_collection();
     }
-    Ok(shared)
 }
 
 /// Returns the content of a snapshot, for an opener of `epoch`.
@@ -46,23 +54,38 @@ pub(super) async fn recover_snapshot(
     replay_all(access, config, description, opened, Some(snapshot.at)).await
 }
 
-async fn replay_all(
+/// Loads the checkpoint from which a history starts, and replays the slots above it, up to `end`.
+pub(super) async fn replay_all(
+    access: Access,
+    config: Config,
+    description: &Description,
+    opened: Opened,
+    end: End,
+) -> Result<Shared, Failure> {
+    let (shared, lost) = replay_damaged(access, config, description, opened, end).await?;
+    lost.into_iter().next().map_or(Ok(shared), Err)
+}
+
+/// As [`replay_all`], also if pages of the usage are lost or damaged. Returns why they cannot be read; the usage has
+/// nothing of their objects then.
+pub(super) async fn replay_damaged(
     access: Access,
     config: Config,
     description: &Description,
     mut opened: Opened,
     end: End,
-) -> Result<Shared, Failure> {
+) -> Result<(Shared, Vec<Failure>), Failure> {
     let mut usage = usage::Table::new(config.object_bytes);
     let base = opened.history.base;
-    let mut checkpoint = None;
+    let (mut checkpoint, mut lost) = (None, Vec::new());
     if let Some(at) = base {
         let found = read_checkpoint(&access, at).await?;
         for id in found.usage.iter().flatten() {
-            let name = Name::Page { epoch: id.epoch, number: id.number };
-            let identity = access.identity(id.epoch, id.number);
-            let page = access.decode(name, |bytes| Usage::decode(identity, bytes)).await?;
-            usage.load(*id, &page.ok_or(Failure::Lost(name))?);
+            match read_usage(&access, *id).await {
+                Ok(page) => usage.load(*id, &page),
+                Err(failure) if is_defect(&failure) => lost.push(failure),
+                Err(failure) => return Err(failure),
+            }
         }
         checkpoint = Some(found);
     }
@@ -78,10 +101,7 @@ async fn replay_all(
     if let Some(checkpoint) = checkpoint {
         shared.lock().snapshots.load(base, checkpoint);
     }
-    let mut slots = opened.history.cuts.iter().flat_map(|cut| {
-        let from = base.filter(|base| base.epoch == cut.epoch).map_or(0, |base| base.slot + 1);
-        (from..cut.slot).map(move |slot| Position { epoch: cut.epoch, slot })
-    });
+    let mut slots = slots(&opened.history);
     // The next objects are read while the records of one are applied.
     let mut objects = Ahead::default();
     loop {
@@ -89,15 +109,32 @@ async fn replay_all(
             && let Some(at) = slots.next()
         {
             let kept = opened.kept.take(at);
-            objects.push(Box::pin(log_object(&shared.access, at, kept)));
+            objects.push(Box::pin(replayed_object(&shared.access, at, kept)));
         }
         let Some(object) = objects.next().await else { break };
-        let (at, object) = object?;
-        replay(&shared, at, object, end).await?;
+        if let (at, Some(object)) = object? {
+            replay(&shared, at, object, end).await?;
+        }
     }
-    drop(objects);
+    drop((objects, slots));
     shared.lock().snapshots.follow(opened.history.cuts);
-    Ok(shared)
+    Ok((shared, lost))
+}
+
+async fn read_usage(access: &Access, id: PageId) -> Result<Usage, Failure> {
+    let name = Name::Page { epoch: id.epoch, number: id.number };
+    let identity = access.identity(id.epoch, id.number);
+    let page = access.decode(name, |bytes| Usage::decode(identity, bytes)).await?;
+    page.ok_or(Failure::Lost(name))
+}
+
+/// The slots above the checkpoint from which a history starts.
+pub(super) fn slots(history: &History) -> impl Iterator<Item = Position> {
+    let base = history.base;
+    history.cuts.iter().flat_map(move |cut| {
+        let from = base.filter(|base| base.epoch == cut.epoch).map_or(0, |base| base.slot + 1);
+        (from..cut.slot).map(move |slot| Position { epoch: cut.epoch, slot })
+    })
 }
 
 /// Returns the map of the snapshot from which a volume was cloned.
@@ -121,19 +158,36 @@ pub(super) async fn read_checkpoint(access: &Access, at: Position) -> Result<Che
     found.ok_or(Failure::Lost(name))
 }
 
-/// Reads the header of a log object, unless it was kept.
-async fn log_object(
+/// Reads the header of a log object.
+pub(super) async fn log_object(access: &Access, at: Position) -> Result<LogObject, Failure> {
+    let (name, identity) = (Name::Slot(at), access.identity(at.epoch, at.slot));
+    let decode = |bytes: &[u8]| LogObject::decode(identity, bytes);
+    access.decode(name, decode).await?.ok_or(Failure::Lost(name))
+}
+
+/// Reads what a slot has; `None` if it is empty.
+pub(super) async fn read_slot(access: &Access, at: Position) -> Result<Option<Slot>, Failure> {
+    let identity = access.identity(at.epoch, at.slot);
+    access.decode(Name::Slot(at), |bytes| Slot::decode(identity, bytes)).await
+}
+
+/// Reads the header of a log object for a replay, unless it was kept. The first slot of an epoch had nothing but the
+/// open record; if it was collected, it is empty or has a seal, and there is nothing to replay.
+async fn replayed_object(
     access: &Access,
     at: Position,
     kept: Option<LogObject>,
-) -> Result<(Position, LogObject), Failure> {
-    let (name, identity) = (Name::Slot(at), access.identity(at.epoch, at.slot));
-    if let Some(object) = kept {
-        return Ok((at, object));
+) -> Result<(Position, Option<LogObject>), Failure> {
+    if kept.is_some() {
+        return Ok((at, kept));
     }
-    let decode = |bytes: &[u8]| LogObject::decode(identity, bytes);
-    let object = access.decode(name, decode).await?.ok_or(Failure::Lost(name))?;
-    Ok((at, object))
+    if at.slot > 0 {
+        return Ok((at, Some(log_object(access, at).await?)));
+    }
+    match read_slot(access, at).await? {
+        Some(Slot::Log(object)) => Ok((at, Some(object))),
+        Some(Slot::Seal(_)) | None => Ok((at, None)),
+    }
 }
 
 async fn replay(

@@ -12,7 +12,7 @@ use crate::name::{Name, Position, SnapshotId};
 use crate::rules::{Rule, applies};
 
 /// The names that one look at the map is compared with.
-const SWEPT_AT_ONCE: usize = 16 << 10;
+pub(super) const SWEPT_AT_ONCE: usize = 16 << 10;
 
 /// The objects among which a sweep looks for those that nothing refers to.
 #[derive(Clone, Copy)]
@@ -24,7 +24,7 @@ pub(super) enum Reach {
 }
 
 /// Pages by epoch and number.
-type Pages = BTreeSet<(u64, u64)>;
+pub(super) type Pages = BTreeSet<(u64, u64)>;
 
 impl Shared {
     /// Deletes the objects within `reach` that neither the newest base nor a snapshot needs. Ends early if the volume
@@ -97,7 +97,10 @@ impl Shared {
 
     /// Removes from `pages` those that the map, the usage or a snapshot refers to. Returns the snapshots whose pages
     /// were looked at; others may have been taken meanwhile.
-    async fn remove_referenced(&self, pages: &mut Pages) -> Result<Vec<SnapshotId>, Failure> {
+    pub(super) async fn remove_referenced(
+        &self,
+        pages: &mut Pages,
+    ) -> Result<Vec<SnapshotId>, Failure> {
         let starts = self.lock().snapshots.starts();
         let mut seen = BTreeSet::new();
         for base in starts.iter().filter_map(|(_, base)| *base).collect::<BTreeSet<_>>() {
@@ -146,7 +149,7 @@ impl Shared {
 
     /// Whether an object of a sweep is needed. Nothing has referred to the pages in `superfluous`, but for snapshots that
     /// are not in `walked`.
-    fn is_needed(
+    pub(super) fn is_needed(
         &self,
         state: &State,
         name: Name,
@@ -170,7 +173,7 @@ impl Shared {
     }
 
     /// Whether an object of an earlier epoch is not a seal. It must be read for that.
-    async fn may_delete(&self, name: Name) -> Result<bool, Failure> {
+    pub(super) async fn may_delete(&self, name: Name) -> Result<bool, Failure> {
         let Name::Slot(at) = name else { return Ok(true) };
         if !applies(Rule::KeepSeals) {
             return Ok(true);

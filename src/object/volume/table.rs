@@ -188,6 +188,18 @@ impl Table {
         }
     }
 
+    /// Puts entries in place of a map page that cannot be read. If the page of the index above it cannot be read either,
+    /// it is taken for empty: all pages below it must be restored then.
+    pub(super) fn restore(&mut self, number: u64, entries: Vec<Entry>) {
+        let (index, _) = split(number);
+        if self.index(index).is_err() {
+            self.root[usize::try_from(index).unwrap_or(usize::MAX)] = None;
+        }
+        self.insert(Key::Leaf(number), Content::Leaf(Page::default()));
+        let changed = self.change(number, |page| *page = Page::new(entries));
+        debug_assert!(changed.is_ok(), "the page is in memory");
+    }
+
     /// Returns the pages of the index below which map pages have changed.
     pub(super) fn dirty_indices(&self) -> Vec<u64> {
         let mut numbers: Vec<u64> =

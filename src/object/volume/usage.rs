@@ -168,6 +168,17 @@ impl Table {
         }
     }
 
+    /// Sets the bytes of an object, also of one that is not in the table. If the map refers to none of them, it has not
+    /// since slot `now`, as far as is known.
+    pub(super) fn correct(&mut self, at: Position, object: Object, now: Position) {
+        self.remove(&[at]);
+        self.insert(at, object);
+        if object.live == 0 {
+            self.dead.insert(at, now);
+        }
+        self.dirty.insert(chunk(at));
+    }
+
     pub(super) fn contains(&self, at: Position) -> bool {
         self.objects.contains_key(&at)
     }
