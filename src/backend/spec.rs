@@ -4,6 +4,8 @@
 //! [`Registry`](crate::Registry). Parsing a URI yields a [`VolumeSpec`] or a [`StoreSpec`], which does
 //! everything else. No other code distinguishes backends.
 
+mod check;
+mod progress;
 pub mod store;
 
 use std::any::Any;

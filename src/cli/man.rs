@@ -177,6 +177,8 @@ volume info        {name, uri, id, size_bytes, used_bytes, created_at_s, objects
   snapshot {id, name, size_bytes, created_at_s, protected, kind: user, trash, mirror or other}
 volume export, import {volume, file, size_bytes}
 volume fsck, scrub {snapshots, objects, defects: [{snapshot, range: {offset, length} | null, problem}]}
+volume fsck --repair {dry_run, repairs: [{range, problem, source}], deleted: [name], deleted_objects,
+           refused: [{problem, reason}], snapshots, objects, defects}
 volume snapshot list  {snapshots: [snapshot]}
 volume trash list  {trash: [trashed]}
 volume trash purge {removed: [trashed], failed: [{trashed's, kind, message, repair}],

@@ -1,14 +1,16 @@
 //! The check of volumes, for commands. A volume in use is checked as it is at one moment; where its writer has deleted
 //! that meanwhile, the check looks again.
 
-use cleat_backend::store::{CheckStore, Checked, DamagedRange, Defect, Progress};
+use cleat_backend::store::{CheckStore, Checked, DamagedRange, Defect, Progress, Repaired};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_object::codec::Snapshot;
 use cleat_object::name::Name;
 use cleat_object::volume::{Check, Config, Depth, Failure, Place, Volume};
 
+use crate::defects::add;
 use crate::errors::{no_snapshot, wait};
 use crate::manage::ObjectStore;
+use crate::repair;
 use crate::spec::VolumeAt;
 use crate::timeouts::{CALL_TIMEOUT, after};
 
@@ -60,6 +62,10 @@ impl CheckStore for ObjectStore {
             checker.content(content.as_ref(), progress)?;
         }
         Ok(checker.found)
+    }
+
+    fn repair(&self, name: &str, dry_run: bool, progress: Progress<'_>) -> Result<Repaired> {
+        repair::repair(self, name, dry_run, progress)
     }
 }
 
@@ -120,20 +126,8 @@ impl Checker<'_> {
         Ok(wait(&self.volume.shown(), after(CALL_TIMEOUT), newest)?.is_held())
     }
 
-    /// Adds a defect, or extends the last one, which has the same cause.
     fn add(&mut self, snapshot: Option<&Snapshot>, range: Option<DamagedRange>, problem: String) {
         let snapshot = snapshot.map(|snapshot| snapshot.name.clone());
-        if let (Some(last), Some(range)) = (self.found.defects.last_mut(), range)
-            && last.problem == problem
-            && last.snapshot == snapshot
-            && let Some(known) = &mut last.range
-            && known.offset + known.length == range.offset
-        {
-            known.length += range.length;
-            return;
-        }
-        if self.found.defects.len() < Checked::MAX_DEFECTS {
-            self.found.defects.push(Defect { snapshot, range, problem });
-        }
+        add(&mut self.found, Defect { snapshot, range, problem });
     }
 }

@@ -44,6 +44,14 @@ pub(crate) async fn newest(place: &Place) -> std::result::Result<Seen, Failure> 
 }
 
 impl Attempt<'_> {
+    /// Checks that the volume could be claimed now. Changes nothing.
+    ///
+    /// # Errors
+    /// As [`Attempt::acquire`].
+    pub(crate) async fn check(&self) -> Result<std::result::Result<(), Lost>> {
+        self.admit().await.map(|admitted| admitted.map(drop))
+    }
+
     /// Claims the next epoch and returns it. The inner error means that another client may have written to the
     /// volume since this mapping's last process, so that this mapping must not use it any more.
     ///
@@ -52,26 +60,11 @@ impl Attempt<'_> {
     /// and otherwise the error of the store.
     pub(crate) async fn acquire(&self) -> Result<std::result::Result<u64, Lost>> {
         let failed = |failure| failed(self.name, failure);
-        if self.usage == Use::Serve && !self.place.is_pinned().await.map_err(failed)? {
-            return Err(incomplete(self.name));
-        }
         for _ in 0..MAX_ROUNDS {
-            let seen = newest(self.place).await.map_err(failed)?;
-            if self.usage != Use::Remove && seen.is_being_removed() {
-                return Err(removed(self.name));
-            }
-            match decide(&seen, self.claimant, self.purpose) {
-                Decision::Take => {}
-                Decision::Claimed(client) => return Err(claimed(self.name, &client)),
-                Decision::Unknown => return Err(unknown(self.name)),
-                Decision::Refused(refusal) => {
-                    return Err(refused(self.name, &refusal, self.claimant.grant));
-                }
-                Decision::Lost(lost) => return Ok(Err(lost)),
-            }
-            if seen.is_held() && self.only.is_some_and(|only| !only.contains(&seen.epoch)) {
-                return Err(unlisted(self.name, &seen));
-            }
+            let seen = match self.admit().await? {
+                Ok(seen) => seen,
+                Err(lost) => return Ok(Err(lost)),
+            };
             let epoch = seen.epoch + 1;
             let owner = Owner::after(&seen, self.claimant, self.usage, self.clock.unix_s());
             if self.place.claim(epoch, &owner.text()?).await.map_err(failed)? {
@@ -80,6 +73,31 @@ impl Attempt<'_> {
         }
         let message = format!("other clients claim {} at the same time", self.name);
         Err(Error::new(ErrorKind::Aborted, message).with_repair("repeat the command"))
+    }
+
+    /// Decides whether the volume may be claimed, and returns the newest claim.
+    async fn admit(&self) -> Result<std::result::Result<Seen, Lost>> {
+        let failed = |failure| failed(self.name, failure);
+        if self.usage == Use::Serve && !self.place.is_pinned().await.map_err(failed)? {
+            return Err(incomplete(self.name));
+        }
+        let seen = newest(self.place).await.map_err(failed)?;
+        if self.usage != Use::Remove && seen.is_being_removed() {
+            return Err(removed(self.name));
+        }
+        match decide(&seen, self.claimant, self.purpose) {
+            Decision::Take => {}
+            Decision::Claimed(client) => return Err(claimed(self.name, &client)),
+            Decision::Unknown => return Err(unknown(self.name)),
+            Decision::Refused(refusal) => {
+                return Err(refused(self.name, &refusal, self.claimant.grant));
+            }
+            Decision::Lost(lost) => return Ok(Err(lost)),
+        }
+        if seen.is_held() && self.only.is_some_and(|only| !only.contains(&seen.epoch)) {
+            return Err(unlisted(self.name, &seen));
+        }
+        Ok(Ok(seen))
     }
 }
 

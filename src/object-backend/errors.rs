@@ -36,7 +36,8 @@ pub(crate) fn failed(name: &str, failure: Failure) -> Error {
         Failure::Lost(_) | Failure::Damaged { .. } => (
             ErrorKind::Internal,
             format!("{name} is damaged"),
-            "restore the object that the error names, or the volume, from a backup",
+            "cleat volume fsck --repair repairs what is safe; else restore the object that the error names, or the volume, \
+             from a backup",
         ),
         Failure::Unsupported(_) => (
             ErrorKind::Unsupported,

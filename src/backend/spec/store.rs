@@ -17,18 +17,15 @@
 //! the backend's error if the storage refuses the call or does not answer.
 
 use std::collections::BTreeMap;
-use std::ops::ControlFlow;
 use std::time::Duration;
 
 use serde::Serialize;
 
+pub use super::check::{CheckStore, Checked, DamagedRange, Defect, Refused, Repair, Repaired};
+pub use super::progress::Progress;
 use crate::group_snapshot::GroupSnapshotStore;
 use crate::network_fence::NetworkFenceStore;
 use cleat_core::error::{Error, ErrorKind, Result};
-
-/// Receives the progress of an operation several times a second: the amount that is done and the total,
-/// in units of the operation, both zero until they are known. The operation stops if it returns `Break`.
-pub type Progress<'a> = &'a mut dyn FnMut(u64, u64) -> ControlFlow<()>;
 
 /// Texts with keys that are stored with a volume and removed with it. Clones do not inherit them. See
 /// [`LabelStore`].
@@ -210,23 +207,6 @@ pub trait TrashStore {
     /// Returns `NotFound` for an id that does not exist, `Aborted` if `progress` stopped the operation, and
     /// the backend's error otherwise.
     fn purge(&self, ids: &[String], force: bool, progress: Progress<'_>) -> Result<Purged>;
-}
-
-/// Checks whether the content of volumes is intact.
-pub trait CheckStore {
-    /// Checks the volume `name` and its snapshots, or only `snapshot`. Changes nothing. Clients that have the volume
-    /// open continue. With `data`, everything is read and compared with its checksums.
-    ///
-    /// # Errors
-    /// Returns `NotFound` if there is no such volume or snapshot, `Aborted` if `progress` stopped the operation, and
-    /// the backend's error otherwise. What cannot be read because it is lost or damaged is no error.
-    fn check(
-        &self,
-        name: &str,
-        snapshot: Option<&str>,
-        data: bool,
-        progress: Progress<'_>,
-    ) -> Result<Checked>;
 }
 
 /// Gives blocks of zeroes back to the storage.
@@ -457,43 +437,6 @@ pub struct Info {
     /// The labels of the volume.
     #[serde(skip_serializing_if = "Labels::is_empty")]
     pub labels: Labels,
-}
-
-/// The result of a check.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct Checked {
-    /// The number of snapshots that were checked.
-    pub snapshots: usize,
-    /// The number of objects with data that were read.
-    pub objects: usize,
-    /// What was found, in the order of the snapshots and ranges. A check ends when it has found
-    /// [`Checked::MAX_DEFECTS`].
-    pub defects: Vec<Defect>,
-}
-
-impl Checked {
-    /// The maximum number of defects that a check returns.
-    pub const MAX_DEFECTS: usize = 1000;
-}
-
-/// Something that is lost or damaged.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Defect {
-    /// The snapshot; null for the volume itself.
-    pub snapshot: Option<String>,
-    /// The range that cannot be read; null if all data can be read.
-    pub range: Option<DamagedRange>,
-    /// What was found, with the name of the object.
-    pub problem: String,
-}
-
-/// A range of a volume, in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct DamagedRange {
-    /// The first byte.
-    pub offset: u64,
-    /// The number of bytes.
-    pub length: u64,
 }
 
 /// The snapshot from which a volume was cloned.

@@ -180,10 +180,18 @@ impl User {
 
     /// Returns whether the `qemu-io` command `what` succeeds.
     pub(crate) fn does(&self, what: &str) -> bool {
+        self.does_all(&[what])
+    }
+
+    /// Returns whether the `qemu-io` commands succeed, one after the other.
+    pub(crate) fn does_all(&self, commands: &[impl AsRef<str>]) -> bool {
         let mut command = Command::new("timeout");
-        let read_only = if what.starts_with("read") { &["-r"][..] } else { &[] };
-        command.args([LIMIT_S, "qemu-io"]).args(read_only);
-        command.args(["-f", "raw", &self.nbd, "-c", what]);
+        let reads = commands.iter().all(|what| what.as_ref().starts_with("read"));
+        let read_only = if reads { &["-r"][..] } else { &[] };
+        command.args([LIMIT_S, "qemu-io"]).args(read_only).args(["-f", "raw", &self.nbd]);
+        for what in commands {
+            command.args(["-c", what.as_ref()]);
+        }
         command.output().expect("qemu-io runs").status.success()
     }
 

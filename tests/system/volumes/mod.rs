@@ -8,4 +8,5 @@ pub(crate) mod fixture;
 mod interrupts;
 mod labels;
 mod refusals;
+mod repairs;
 mod trash;
