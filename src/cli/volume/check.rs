@@ -28,9 +28,9 @@ Examples:
 /// Check that the objects of a volume and of its snapshots are complete
 ///
 /// Reads the map of the volume, and of each object with data the header and the last byte that is needed. Compares the
-/// accounting of the space with the map. Changes nothing, and the volume may be in use. Prints each range that cannot
-/// be read, with the object that is lost or damaged; the exit code is 1 then. Supports volumes of objects (dir:, s3:,
-/// gs:, az:).
+/// accounting of the space with the map. Prints each range that cannot be read, with the object that is lost or damaged;
+/// the exit code is 1 then. Without --repair it changes nothing, and the volume may be in use. Supports volumes of
+/// objects (dir:, s3:, gs:, az:).
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(super) struct Fsck {
