@@ -74,6 +74,23 @@ fn the_account_of_the_daemon_has_the_rights_of_the_list_and_no_others() {
     }
 }
 
+/// Without the component `secrets`: the sidecar of CSI-Addons reads the Secret of each NetworkFence.
+#[test]
+fn no_account_may_read_a_secret_but_that_of_a_network_fence() {
+    for directory in DIRECTORIES {
+        let objects = build(directory);
+        let roles = objects.iter().filter_map(|object| object["rules"].as_array()).flatten();
+        let of_secrets = roles.filter(|rule| rule["resources"].to_string().contains("secrets"));
+        let found: Vec<&Value> = of_secrets.collect();
+        let rule = json!({
+            "apiGroups": [""], "resources": ["secrets"], "verbs": ["get"],
+            "resourceNames": ["cleat-network-fence"],
+        });
+        let wanted = if directory == "overlays/all" { vec![&rule] } else { Vec::new() };
+        assert_eq!(found, wanted, "{directory}");
+    }
+}
+
 /// The objects of one kind for one account.
 #[derive(Clone)]
 struct Objects(Api<DynamicObject>);
