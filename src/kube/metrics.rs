@@ -82,7 +82,8 @@ impl Metrics {
 
     /// Sets the gauges of a process that is not the leader any more: what it knows is not true any more.
     pub(crate) fn reset(&self) {
-        for gauge in [&self.leader, &self.grants, &self.attachments, &self.queue, &self.oldest_wait] {
+        for gauge in [&self.leader, &self.grants, &self.attachments, &self.queue, &self.oldest_wait]
+        {
             gauge.set(0);
         }
         self.unreadable.clear();
