@@ -49,7 +49,8 @@ impl Attempt<'_> {
     /// # Errors
     /// As [`Attempt::acquire`].
     pub(crate) async fn check(&self) -> Result<std::result::Result<(), Lost>> {
-        self.admit().await.map(|admitted| admitted.map(drop))
+        let admitted = self.admit().await?;
+        Ok(admitted.map(drop))
     }
 
     /// Claims the next epoch and returns it. The inner error means that another client may have written to the
