@@ -111,7 +111,7 @@ fn repair(globals: &Globals, uri: &VolumeUri, dry_run: bool) -> Result<u8> {
     let checks = capability(store.checks(), &place, "check of their content")?;
     let found = tracker.run(|progress| checks.repair(&name, dry_run, progress))?;
     let is_left = !found.checked.defects.is_empty() || !found.refused.is_empty();
-    let is_intact = !is_left && !(dry_run && !found.repairs.is_empty());
+    let is_intact = !(is_left || dry_run && !found.repairs.is_empty());
     if globals.output == Some(Format::Json) {
         output::json(&found)?;
     } else {
