@@ -211,8 +211,8 @@ mod tests {
     fn timer_of(port: u16) -> String {
         let connections = std::fs::read_to_string("/proc/net/tcp").unwrap();
         let to = format!("0100007F:{port:04X}");
-        let known = connections.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
-        let known = known.filter(|columns| columns.get(2) == Some(&to.as_str())).next();
+        let mut all = connections.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+        let known = all.find(|columns| columns.get(2) == Some(&to.as_str()));
         known.map(|columns| columns[5][..2].to_owned()).unwrap_or_default()
     }
 
