@@ -267,33 +267,7 @@ fn row_01_a_node_writes_nothing_but_its_own_status() {
         assert_eq!(written.entry(b), after.stored().grant.entry(b));
 
         check_malformed_writes(&grants, &all.get(name).await.unwrap(), a).await;
-        // A grant that concerns other nodes, until it names this one.
-        let spec = GrantSpec { generation: Generation(1), ..known.spec.clone() };
-        let foreign = VolumeGrant::new(&world.driver, "shared/foreign", spec);
-        let mut foreign = all.create(&post, &foreign).await.unwrap();
-        let other: Api<VolumeGrant> = Api::all(node_client(&world, b).await);
-        foreign.status.grant.nodes.push(entry(b, 1));
-        let foreign_name = &foreign.name_any();
-        let written = other.replace_status(foreign_name, &post, &foreign).await;
-        check_forbidden("a foreign grant", written, "in a grant that names it");
-        let mut fenced = all.get(foreign_name).await.unwrap();
-        fenced.status.grant.fences.push(FenceEntry {
-            node: b.to_owned(),
-            generation: Generation(1),
-            client: None,
-            proof: "none".to_owned(),
-            time: Time(1_893_456_000),
-        });
-        let mut fenced = all.replace_status(foreign_name, &post, &fenced).await.unwrap();
-        fenced.status.grant.nodes.push(entry(b, 1));
-        let mut cleaned = other.replace_status(foreign_name, &post, &fenced).await.unwrap();
-        // Its entry stays its own when the fence is gone.
-        cleaned.status.grant.fences.clear();
-        let mut cleaned = all.replace_status(foreign_name, &post, &cleaned).await.unwrap();
-        cleaned.status.grant.nodes[0].intents = 2;
-        let mut cleaned = other.replace_status(foreign_name, &post, &cleaned).await.unwrap();
-        cleaned.status.grant.nodes.clear();
-        other.replace_status(foreign_name, &post, &cleaned).await.unwrap();
+        check_grant_of_others(&world, &all, &known.spec, b).await;
 
         // A token that names no node.
         let account: Api<k8s_openapi::api::core::v1::ServiceAccount> =
@@ -307,4 +281,35 @@ fn row_01_a_node_writes_nothing_but_its_own_status() {
         let written = grants.replace_status(name, &post, &known).await;
         check_forbidden("a token without a node", written, "the token names no node");
     });
+}
+
+/// Writes to a grant that concerns other nodes, until it names the node `b`.
+async fn check_grant_of_others(world: &World, all: &Api<VolumeGrant>, spec: &GrantSpec, b: &str) {
+    let post = PostParams::default();
+    let spec = GrantSpec { generation: Generation(1), ..spec.clone() };
+    let foreign = VolumeGrant::new(&world.driver, "shared/foreign", spec);
+    let mut foreign = all.create(&post, &foreign).await.unwrap();
+    let other: Api<VolumeGrant> = Api::all(node_client(world, b).await);
+    foreign.status.grant.nodes.push(entry(b, 1));
+    let foreign_name = &foreign.name_any();
+    let written = other.replace_status(foreign_name, &post, &foreign).await;
+    check_forbidden("a foreign grant", written, "in a grant that names it");
+    let mut fenced = all.get(foreign_name).await.unwrap();
+    fenced.status.grant.fences.push(FenceEntry {
+        node: b.to_owned(),
+        generation: Generation(1),
+        client: None,
+        proof: "none".to_owned(),
+        time: Time(1_893_456_000),
+    });
+    let mut fenced = all.replace_status(foreign_name, &post, &fenced).await.unwrap();
+    fenced.status.grant.nodes.push(entry(b, 1));
+    let mut cleaned = other.replace_status(foreign_name, &post, &fenced).await.unwrap();
+    // Its entry stays its own when the fence is gone.
+    cleaned.status.grant.fences.clear();
+    let mut cleaned = all.replace_status(foreign_name, &post, &cleaned).await.unwrap();
+    cleaned.status.grant.nodes[0].intents = 2;
+    let mut cleaned = other.replace_status(foreign_name, &post, &cleaned).await.unwrap();
+    cleaned.status.grant.nodes.clear();
+    other.replace_status(foreign_name, &post, &cleaned).await.unwrap();
 }
