@@ -79,25 +79,25 @@ pub(crate) fn with_timeout<T: Send + 'static>(
     }
 }
 
-/// The maximum number of calls of one place that run at the same time, also of those that were abandoned: each keeps a
-/// thread and a client of the cluster.
-const MAX_RUNNING: usize = 16;
+/// The maximum number of calls of one place that run although their time is over: each keeps a thread and a client of the
+/// cluster. Calls in time do not count, however many they are.
+const MAX_LATE: usize = 16;
 
-/// The numbers of the calls of [`with_timeout_at`] that run, by place.
-static RUNNING: Mutex<BTreeMap<String, usize>> = Mutex::new(BTreeMap::new());
+/// When the time of each call of [`with_timeout_at`] that runs is over, by place and number.
+static RUNNING: Mutex<BTreeMap<String, BTreeMap<u64, Instant>>> = Mutex::new(BTreeMap::new());
 
 /// As [`with_timeout`], for a call that makes a client of its own. `place` says for which pool: the calls of one pool that
 /// do not answer are limited.
 ///
 /// # Errors
-/// As [`with_timeout`], and `Unavailable` at once if too many calls of the place run.
+/// As [`with_timeout`], and `Unavailable` at once if too many calls of the place run although their time is over.
 pub(crate) fn with_timeout_at<T: Send + 'static>(
     place: &str,
     timeout: Duration,
     what: &str,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    let call = Running::begin(place)?;
+    let call = Running::begin(place, SystemClock.now(), timeout)?;
     with_timeout(timeout, what, move || {
         let _call = call;
         work()
@@ -106,29 +106,34 @@ pub(crate) fn with_timeout_at<T: Send + 'static>(
 
 /// A call that runs. It ends when this is dropped.
 #[derive(Debug)]
-struct Running(String);
+struct Running {
+    place: String,
+    number: u64,
+}
 
 impl Running {
-    fn begin(place: &str) -> Result<Self> {
+    fn begin(place: &str, now: Instant, timeout: Duration) -> Result<Self> {
         let mut all = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
-        let count = all.entry(place.to_owned()).or_default();
-        if *count >= MAX_RUNNING {
-            let message = format!("{count} calls to {place} have not ended: no other one is made");
+        let calls = all.entry(place.to_owned()).or_default();
+        let late = calls.values().filter(|over| now >= **over).count();
+        if late >= MAX_LATE {
+            let message = format!("{late} calls to {place} have not ended: no other one is made");
             let repair = "check that the cluster answers (ceph status), then repeat the command";
             return Err(Error::new(ErrorKind::Unavailable, message).with_repair(repair));
         }
-        *count += 1;
-        Ok(Self(place.to_owned()))
+        let number = calls.last_key_value().map_or(0, |(last, _)| last + 1);
+        calls.insert(number, now + timeout);
+        Ok(Self { place: place.to_owned(), number })
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
         let mut all = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(count) = all.get_mut(&self.0) {
-            *count -= 1;
-            if *count == 0 {
-                all.remove(&self.0);
+        if let Some(calls) = all.get_mut(&self.place) {
+            calls.remove(&self.number);
+            if calls.is_empty() {
+                all.remove(&self.place);
             }
         }
     }
@@ -267,10 +272,20 @@ mod tests {
     }
 
     #[test]
+    fn calls_in_time_are_not_limited() {
+        let now = SystemClock.now();
+        let begin =
+            |_| Running::begin("busy", now, Duration::from_secs(60)).expect("it is in time");
+        let running: Vec<Running> = (0..2 * MAX_LATE).map(begin).collect();
+        drop(running);
+        assert!(!RUNNING.lock().expect("no call panics").contains_key("busy"));
+    }
+
+    #[test]
     fn abandoned_calls_of_one_place_are_limited() {
         let (releases, mut ends) = (mpsc::channel::<()>(), Vec::new());
         let released = Arc::new(Mutex::new(releases.1));
-        for _ in 0..MAX_RUNNING {
+        for _ in 0..MAX_LATE {
             let (end, ended) = mpsc::channel::<()>();
             let released = Arc::clone(&released);
             ends.push(ended);
