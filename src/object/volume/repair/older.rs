@@ -46,11 +46,10 @@ impl<'a> Older<'a> {
     /// Returns an error if the store fails.
     pub(super) async fn next(&mut self) -> Result<Step, Failure> {
         while !self.is_over {
-            let known = match self.checkpoints.take() {
+            let mut known = match self.checkpoints.take() {
                 Some(known) => known,
                 None => self.list().await?,
             };
-            let mut known = known;
             let next = known.pop();
             self.checkpoints = Some(known);
             let wanted = next.map_or(0, |slot| slot + 1);
