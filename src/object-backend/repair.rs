@@ -38,14 +38,15 @@ pub(crate) fn repair(
     let (place, name_shown, clock) = (&place, &*shown, &SystemClock);
     let attempt = Attempt { place, name: name_shown, claimant, purpose, usage, only: None, clock };
     let admitted = block_until(after(CALL_TIMEOUT), attempt.check());
-    admitted.unwrap_or_else(|| Err(no_answer(&shown)))?.map_err(|why| lost(&shown, &why))?;
+    let admitted = admitted.unwrap_or_else(|| Err(no_answer(&shown))).map_err(in_use)?;
+    admitted.map_err(|why| lost(&shown, &why))?;
     let planned = Run { shown: &shown, progress: &mut *progress, is_stopped: false }.plan(place)?;
     if dry_run || !planned.has_work() {
         return Ok(Repaired { dry_run, ..described(planned) });
     }
     let epoch = block_until(after(CALL_TIMEOUT), attempt.acquire());
-    let epoch =
-        epoch.unwrap_or_else(|| Err(no_answer(&shown)))?.map_err(|why| lost(&shown, &why))?;
+    let epoch = epoch.unwrap_or_else(|| Err(no_answer(&shown))).map_err(in_use)?;
+    let epoch = epoch.map_err(|why| lost(&shown, &why))?;
     let done =
         Run { shown: &shown, progress: &mut *progress, is_stopped: false }.carry_out(place, epoch);
     // Also after a failure: nothing is in progress then.
@@ -61,6 +62,16 @@ pub(crate) fn repair(
         false => done.checked,
     };
     Ok(Repaired { checked, ..done })
+}
+
+/// A repair takes a volume from nobody.
+fn in_use(error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::InUse => error.with_repair(
+            "end its use there; if that client has ended or is lost: cleat fence add, then repeat the command",
+        ),
+        _ => error,
+    }
 }
 
 fn lost(shown: &str, why: &Lost) -> Error {

@@ -227,6 +227,7 @@ fn a_repair_is_refused_before_anything_is_changed() {
     {
         let held = volume(words);
         assert!(held.error(5).contains("is claimed by"), "{held:?}");
+        assert!(held.error(5).contains("cleat fence add"), "{held:?}");
     }
     assert!(user.writes(), "the client continues");
     // A client that has died holds nothing.
