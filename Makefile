@@ -23,7 +23,7 @@ CARGO_TEST = $(CARGO) test --locked --workspace --features cleat/fault
 SUITES = system conformance simulation lint kube ffi export crates
 # How many of them run at a time. Most tests wait more than they compute.
 JOBS ?= 3
-# The suites `system`, `device` and `fail-over` run one test with `make system TEST=NAME`.
+# The suites `system`, `kube`, `export`, `device` and `fail-over` run one test with `make system TEST=NAME`.
 TEST ?=
 EXACT = $(if $(TEST),--exact $(TEST))
 SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.sh \
@@ -51,11 +51,11 @@ demo: release ## Map a volume, put a file system and files on it, check them; in
 	scripts/demo.sh $(RELEASE)
 
 test: deps-test ## Everything, in about half an hour: lint, tests, virtual machines
-	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) --again system,device,fail-over \
+	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) --again system,kube,export,device,fail-over \
 		--background lint vm-image tests control-plane / $(filter-out lint,$(SUITES)) / fail-over lint / device
 
 unit: deps-test ## What needs no virtual machine
-	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) --again system \
+	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) --again system,kube,export \
 		tests control-plane / $(SUITES)
 
 lint: deps-test ## Formatting, clippy with and without `fault`, shell scripts
@@ -82,7 +82,7 @@ crates: deps-test ## Unit tests of the crates, rules of the code, fuzz targets o
 	$(CARGO_TEST) --lib --bins --test tidy --test compatibility --test fuzz --test csi-wire
 
 export: deps-test ## The data path, and other people's NBD clients
-	$(CARGO_TEST) --test export
+	$(CARGO_TEST) --test export $(if $(TEST),-- $(EXACT))
 
 conformance: deps-test ## Every backend keeps the same contract
 	$(CARGO_TEST) --test conformance
@@ -95,7 +95,7 @@ simulation: deps-test ## The supervisor with everything else simulated
 	$(CARGO_TEST) --test simulation
 
 kube: deps-test ## The controller on a real control plane, with the sidecars of CSI
-	$(CARGO_TEST) --test kube
+	$(CARGO_TEST) --test kube $(if $(TEST),-- $(EXACT))
 
 ffi: deps-test ## The crates around Ceph's libraries, on a cluster, also under valgrind
 	$(CARGO_TEST) $(patsubst %.rs,--test %,$(notdir $(wildcard ffi/*/tests/*.rs)))

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use test_kit::memory;
 use test_kit::nbd::wire::{self, Request};
+use test_kit::wait::wait_until;
 
 #[test]
 fn nbdinfo_shows_the_export_and_its_properties() {
@@ -374,6 +375,10 @@ fn junk_sessions_do_not_fill_the_log() {
         client.write_all(&[0xff; 4]).unwrap();
         assert_eq!(client.read(&mut [0; 1]).unwrap_or(0), 0);
     }
+    // The thread that writes the log may not have run yet.
+    wait_until("a line in the log", || {
+        std::fs::read_to_string(&log).unwrap().contains("connection lost")
+    });
     drop(server);
     let log = std::fs::read_to_string(&log).unwrap();
     let lines = log.lines().filter(|line| line.contains("connection lost")).count();

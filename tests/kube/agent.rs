@@ -208,11 +208,19 @@ fn row_13_a_revoked_volume_in_use_ends_by_force_if_that_is_configured() {
         let handle = &image("forced").await;
         let (attachment, generation) = staged(&world, handle, &a).await;
         a.use_device(handle, true);
+        let (kernel, device) = a.device(handle);
         // The agent may see the revocation before the test does.
         let before = Instant::now();
         world.detach(&attachment).await;
-        world.revoked(handle, &a.name).await;
-        a.write(handle, &[1; 4096]).await.unwrap();
+        eventually("the volume is revoked", async || {
+            let grant = world.grant(handle).await?.stored().grant;
+            grant.holder(&a.name).is_none_or(|holder| holder.revoked).then_some(())
+        })
+        .await;
+        let written = tokio::task::spawn_blocking(move || kernel.write(device, 0, &[1; 4096]));
+        // On a busy machine, the time may be over before the test writes.
+        let is_written = written.await.unwrap().is_ok();
+        assert!(is_written || before.elapsed() >= after, "{:?}", before.elapsed());
         a.unmapped(handle).await;
         assert!(before.elapsed() >= after, "{:?}", before.elapsed());
         // It was released, not fenced.
