@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use test_kit::ceph;
 use test_kit::control_plane::{ControlPlane, MACHINES, NAMESPACE, Purpose};
 
-use crate::demo::{say, show_command};
+use crate::demo::{say, show_command, show_command_with};
 use crate::installation::{
     sidecars, snapshot_definitions, start_ceph, with_images, with_snapshots,
 };
@@ -240,6 +240,7 @@ impl Cluster {
     /// Creates an object, or changes it.
     pub(crate) fn apply(&self, object: &Value) {
         let arguments = ["apply", "--namespace", USER, "-f", "-"];
+        show_command_with(&arguments, object);
         let (is_success, output) = self.try_kubectl(&arguments, &object.to_string());
         assert!(is_success, "{object}: {output}");
     }
