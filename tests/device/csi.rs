@@ -60,9 +60,9 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("csi_unused_space_is_reclaimed", addons::unused_space_is_reclaimed),
         trial("csi_rbd_secret_names_the_client_until_unstage", secret::names_the_client),
         trial("csi_sanity_file_mount", sanity::file_mount),
-        trial("csi_sanity_file_block", sanity::file_block),
         trial("csi_sanity_rbd_mount", sanity::rbd_mount),
-        // It takes minutes under emulation, so `make soak` runs it.
+        // They take minutes under emulation, so `make soak` runs them.
+        trial("csi_sanity_file_block", sanity::file_block).with_ignored_flag(repeat().is_none()),
         trial("csi_sanity_rbd_block", sanity::rbd_block).with_ignored_flag(repeat().is_none()),
     ]
 }

@@ -11,7 +11,14 @@ mod timers;
 
 use libtest_mimic::Trial;
 
+use crate::fixture::repeat;
 use crate::trial;
+
+/// They wait for several timeouts of the kernel, and depend on nothing but the kernel, so `make soak` runs them.
+const SLOW: [&str; 2] = [
+    "lost_requests_are_sent_again_by_the_timer_of_their_start",
+    "several_connections_send_slow_requests_twice",
+];
 
 pub(crate) fn trials() -> Vec<Trial> {
     let facts: Vec<(&str, fn())> =
@@ -19,10 +26,11 @@ pub(crate) fn trials() -> Vec<Trial> {
     facts
         .into_iter()
         .map(|(name, body)| {
-            trial(format!("fact_{name}"), move || {
+            let fact = trial(format!("fact_{name}"), move || {
                 let _paused = peer::PausedUdev::new();
                 body();
-            })
+            });
+            fact.with_ignored_flag(SLOW.contains(&name) && repeat().is_none())
         })
         .collect()
 }
