@@ -293,6 +293,13 @@ pub trait ImageQueue {
         ring: &mut Ring,
     ) -> Started;
 
+    /// Returns whether the queue reads into the pipe of a buffer that has one
+    /// ([`Buffer::pipe`](cleat_sys::buffer::Buffer::pipe)). It may still read into the memory of the buffer: the
+    /// payload is in the pipe if [`Buffer::is_in_pipe`](cleat_sys::buffer::Buffer::is_in_pipe) says so.
+    fn fills_pipes(&self) -> bool {
+        false
+    }
+
     /// Returns the memory with the data of a read, if the volume is in memory. The caller then replies from there, and
     /// does not start the read. The client may get data that a write in flight has stored meanwhile.
     fn lend(&mut self, request: &Request) -> Option<SharedPart> {

@@ -2,8 +2,11 @@
 //!
 //! Invariant: used and kept buffers together take at most `budget` bytes, or one used buffer is alone. An
 //! idle connection keeps at most [`IDLE_KEEP`] bytes.
+//!
+//! Buffers for long reads of a volume that fills pipes have one, as far as there are pipes.
 
 use cleat_sys::buffer::{Buffer, HEADROOM};
+use cleat_sys::page_pipe::PagePipe;
 
 /// Smallest capacity handed out; the classes double from here.
 const SMALLEST: usize = 4096;
@@ -13,6 +16,14 @@ const CLASSES: usize = 14;
 /// The longest payload that the pool has buffers for, in bytes.
 pub(super) const LARGEST: usize = SMALLEST << (CLASSES - 1);
 
+/// The length of a read from which on it goes through a pipe, in bytes. A thread of the kernel fills the pipe, which
+/// costs more than a copy of less.
+const PIPED_FROM: usize = 128 << 10;
+
+/// The maximum number of pipes of a connection. The kernel grants 64 pipes of 1 MiB to a user
+/// (fs.pipe-user-pages-soft).
+const PIPES: usize = 8;
+
 /// Bytes that an idle connection keeps.
 const IDLE_KEEP: usize = 256 << 10;
 
@@ -20,6 +31,10 @@ const IDLE_KEEP: usize = 256 << 10;
 #[derive(Debug)]
 pub(super) struct BufferPool {
     free: [Vec<Buffer>; CLASSES],
+    /// Pipes that are not in use, all empty.
+    pipes: Vec<PagePipe>,
+    /// The number of pipes that may still be made.
+    unmade_pipes: usize,
     budget: usize,
     used: usize,
     kept: usize,
@@ -32,7 +47,38 @@ impl BufferPool {
     /// A pool whose buffers, used and kept, take at most `budget` bytes; but one is always given,
     /// so that a request of any size can be served alone.
     pub(super) fn new(budget: usize) -> Self {
-        Self { free: Default::default(), budget, used: 0, kept: 0, taken_count: 0, watched: None }
+        Self {
+            free: Default::default(),
+            pipes: Vec::new(),
+            unmade_pipes: 0,
+            budget,
+            used: 0,
+            kept: 0,
+            taken_count: 0,
+            watched: None,
+        }
+    }
+
+    /// Gives buffers pipes from now on.
+    pub(super) fn allow_pipes(&mut self) {
+        self.unmade_pipes = PIPES;
+    }
+
+    /// As [`BufferPool::take`], for the payload of a read.
+    pub(super) fn take_for_read(&mut self, len: usize) -> Option<Buffer> {
+        let mut buffer = self.take(len)?;
+        if len >= PIPED_FROM
+            && let Some(pipe) = self.pipes.pop().or_else(|| self.make_pipe())
+        {
+            buffer.attach_pipe(pipe);
+        }
+        Some(buffer)
+    }
+
+    fn make_pipe(&mut self) -> Option<PagePipe> {
+        self.unmade_pipes = self.unmade_pipes.checked_sub(1)?;
+        // Without a pipe, the read needs one copy more.
+        PagePipe::new().ok()
     }
 
     /// A buffer with a payload of `len` bytes, at most [`LARGEST`], of any content; `None` while
@@ -68,12 +114,22 @@ impl BufferPool {
     /// Takes a buffer back.
     pub(super) fn give(&mut self, mut buffer: Buffer) {
         self.used -= footprint(&buffer);
+        if let Some(pipe) = buffer.take_pipe() {
+            self.give_pipe(pipe);
+        }
         buffer.clear_header();
         let class = class(buffer.capacity());
         let fits = self.used + self.kept + footprint(&buffer) <= self.budget;
         if fits && SMALLEST << class == buffer.capacity() {
             self.kept += footprint(&buffer);
             self.free[class].push(buffer);
+        }
+    }
+
+    fn give_pipe(&mut self, mut pipe: PagePipe) {
+        match pipe.drain() {
+            Ok(()) => self.pipes.push(pipe),
+            Err(_) => self.unmade_pipes += 1,
         }
     }
 
@@ -97,6 +153,7 @@ impl BufferPool {
     pub(super) fn trim_if_idle(&mut self) {
         if self.watched.take() == Some(self.taken_count) {
             self.trim(IDLE_KEEP);
+            self.unmade_pipes += self.pipes.drain(..).count();
         }
     }
 

@@ -29,6 +29,7 @@ use super::polling::{Awaited, Polling};
 use super::receive_buffer::{ReceiveBuffer, Write};
 use super::receiving::Receiving;
 use super::requests::{Backend, Requests};
+use super::sending::Flushed;
 use super::statistics::Statistics;
 use super::throttle::{Admission, Throttle};
 use cleat_backend::{Image, channel};
@@ -111,8 +112,11 @@ impl Connection {
         let backend = Backend { image: Arc::clone(&image), queue, completions };
         let (modifications, listing) = Modifications::new(modifications, depth);
         let policy_of_requests = Arc::clone(&policy);
-        let requests =
+        let mut requests =
             Requests::new(backend, policy_of_requests, statistics, modifications, &limits);
+        if link.send_buffer() > 0 {
+            requests.allow_pipes();
+        }
         let parser = Transmission::new(image.features(), image.block_sizes());
         Ok(Self {
             requests,
@@ -171,7 +175,10 @@ impl Connection {
     /// Enters the kernel with everything that is to be sent and received, and waits for completions.
     fn enter(&mut self) -> io::Result<()> {
         let usable = !self.socket_is_paused();
-        let sending = usable && self.requests.flush(&mut self.link);
+        let Flushed { in_ring: sending, pages } = match usable {
+            true => self.flush(),
+            false => Flushed::default(),
+        };
         if usable && self.receiving.is_starved() && self.ending.is_none() {
             self.receiving.receive(&mut self.link);
         } else if self.is_pausing() {
@@ -181,7 +188,8 @@ impl Connection {
         if self.requests.pool().wants_idle_timer() && self.link.ring().timeout(IDLE_AFTER, TRIM) {
             self.requests.pool().watch_idle();
         }
-        if self.first_half.needs_turn() {
+        // Replies that have left may have been what the loop waits for.
+        if self.first_half.needs_turn() || pages {
             return self.link.ring().submit();
         }
         let awaited = match self.requests.in_flight() {
@@ -207,6 +215,16 @@ impl Connection {
             .due_ns()
             .map(|due_ns| Duration::from_nanos(due_ns.saturating_sub(self.policy.now_ns())));
         self.link.submit_and_wait(limit)
+    }
+
+    /// Sends what is queued, as far as possible.
+    fn flush(&mut self) -> Flushed {
+        self.requests.flush(&mut self.link).unwrap_or_else(|error| {
+            if self.socket_failed(error.raw_os_error().unwrap_or(libc::EIO)) {
+                self.requests.break_off();
+            }
+            Flushed { in_ring: false, pages: true }
+        })
     }
 
     /// Whether the end of a send lets the loop do more than wait. A loop that collects no requests may have waited
@@ -359,7 +377,9 @@ impl Connection {
         // Reads of cached data end within the submit. If the ring refuses, the next turn of the loop submits, and
         // reports the error.
         let mut took = at_backend > 0 && self.link.ring().submit().is_ok() && self.reap().others;
-        if self.requests.flush(&mut self.link) && self.link.ring().submit().is_ok() {
+        let flushed = self.flush();
+        took |= flushed.pages;
+        if flushed.in_ring && self.link.ring().submit().is_ok() {
             took |= self.reap().others;
         }
         if took {

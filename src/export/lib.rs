@@ -22,6 +22,7 @@ mod link;
 mod log_limit;
 mod modifications;
 mod negotiation;
+mod pages;
 mod paused;
 mod policy;
 mod polling;

@@ -1,6 +1,6 @@
 //! A connection's socket on its ring, and the eventfd that wakes the connection's thread.
 //!
-//! Invariant: at most one receive, one send and one poll of the eventfd are in flight. The socket is not
+//! Invariant: at most one receive, one send, one poll for room and one poll of the eventfd are in flight. The socket is not
 //! shut down by this type alone, because it may have gone to another process.
 
 use std::io;
@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::socket::{Shutdown, setsockopt, shutdown, sockopt};
+use nix::sys::socket::{
+    Shutdown, UnixAddr, getsockname, getsockopt, setsockopt, shutdown, sockopt,
+};
 
 use cleat_backend::Waker;
 use cleat_sys::ring::{Completion, FileSlot, Ring, Token};
@@ -27,6 +29,8 @@ pub(super) const TRIM: Token = Token(4);
 pub(super) const DEADLINE: Token = Token(5);
 /// A cancellation.
 pub(super) const CANCEL: Token = Token(6);
+/// The poll of the socket for room.
+pub(super) const ROOM: Token = Token(7);
 
 /// How long the connection leaves its socket alone when the system has no memory for it.
 const MEMORY_PAUSE: Duration = Duration::from_millis(10);
@@ -41,7 +45,7 @@ pub(super) fn repeat_after(error: i32) -> Option<Duration> {
     }
 }
 
-/// Ring entries for the connection itself: one for each token above, and two spare ones.
+/// Ring entries for the connection itself: one for each token above, and a spare one.
 const OWN_ENTRIES: u32 = 8;
 
 /// Returns the number of entries of the ring of a connection with `depth` requests: two for each, and its own.
@@ -58,6 +62,9 @@ pub(super) struct Link {
     socket: FileSlot,
     wake: FileSlot,
     wake_armed: bool,
+    room_armed: bool,
+    /// The size of the send buffer of a unix socket in bytes; 0 for another one.
+    send_buffer: usize,
     file: Arc<OwnedFd>,
 }
 
@@ -70,10 +77,25 @@ impl Link {
     pub(super) fn new(file: OwnedFd, waker: &Waker, depth: u32) -> io::Result<Self> {
         allow_waiting(&file)?;
         widen_send_buffer(&file);
+        let send_buffer = send_buffer_of_unix(&file);
         let mut ring = Ring::new(ring_entries(depth))?;
         let socket = ring.register(file.as_fd())?;
         let wake = ring.register(waker.descriptor())?;
-        Ok(Self { ring, socket, wake, wake_armed: false, file: Arc::new(file) })
+        let (wake_armed, room_armed, file) = (false, false, Arc::new(file));
+        Ok(Self { ring, socket, wake, wake_armed, room_armed, send_buffer, file })
+    }
+
+    /// The size of the send buffer of a unix socket in bytes; 0 for another one, whose use is counted differently.
+    pub(super) fn send_buffer(&self) -> usize {
+        self.send_buffer
+    }
+
+    /// Polls the socket for room, unless a poll is in flight. The kernel reports a unix socket of which a quarter is
+    /// in use at most (net/unix/af_unix.c, unix_writable).
+    pub(super) fn await_room(&mut self) {
+        if !self.room_armed {
+            self.room_armed = self.ring.poll_writable(self.socket, ROOM);
+        }
     }
 
     /// The ring, for backends and timers.
@@ -116,8 +138,10 @@ impl Link {
     /// Returns the next completion, if there is one. Never blocks.
     pub(super) fn next(&mut self) -> Option<Completion> {
         let completion = self.ring.next()?;
-        if completion.token == WAKE {
-            self.wake_armed = false;
+        match completion.token {
+            WAKE => self.wake_armed = false,
+            ROOM => self.room_armed = false,
+            _ => {}
         }
         Some(completion)
     }
@@ -143,6 +167,12 @@ impl Link {
 fn widen_send_buffer(socket: &OwnedFd) {
     let _ = setsockopt(socket, sockopt::SndBufForce, &SEND_BUFFER_LEN)
         .or_else(|_| setsockopt(socket, sockopt::SndBuf, &SEND_BUFFER_LEN));
+}
+
+fn send_buffer_of_unix(socket: &OwnedFd) -> usize {
+    let is_unix = getsockname::<UnixAddr>(socket.as_raw_fd()).is_ok();
+    let size = is_unix.then(|| getsockopt(socket, sockopt::SndBuf).ok()).flatten();
+    size.unwrap_or(0)
 }
 
 /// io_uring waits for data by itself, but not on a non-blocking file: the loop would spin

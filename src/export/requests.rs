@@ -6,6 +6,7 @@
 //! - The payloads of all requests together fit the pool's budget, or one request is alone.
 //! - While an outage lasts, requests may wait here to be started again; see `retry`.
 
+use std::io;
 use std::sync::Arc;
 
 use super::block_status::Answer;
@@ -16,7 +17,7 @@ use super::link::Link;
 use super::modifications::Modifications;
 use super::policy::ActivePolicy;
 use super::retry::{Circumstances, OutageChange, Retries, Waiting};
-use super::sending::Sending;
+use super::sending::{Flushed, Sending};
 use super::statistics::Statistics;
 use cleat_backend::{Completions, Image, ImageQueue, Outcome, RequestId, Started};
 use cleat_core::request::{Flags, IoError, Op, Request};
@@ -127,7 +128,11 @@ impl Requests {
 
     /// Takes the buffer for the payload of a request; `None` without a payload or without memory.
     pub(super) fn take_buffer(&mut self, request: &Request) -> Option<Buffer> {
-        has_payload(request).then(|| self.pool.take(payload_len(request))).flatten()
+        match request.op {
+            Op::Read => self.pool.take_for_read(payload_len(request)),
+            Op::Write => self.pool.take(payload_len(request)),
+            _ => None,
+        }
     }
 
     /// Answers a read at once if its data is in memory. Returns whether it has.
@@ -243,9 +248,16 @@ impl Requests {
         self.fail_io
     }
 
-    /// Starts a send of what is queued. Returns whether it has started one.
-    pub(super) fn flush(&mut self, link: &mut Link) -> bool {
-        self.sending.flush(link)
+    /// Lets long reads go through pipes, if the backend fills them.
+    pub(super) fn allow_pipes(&mut self) {
+        if self.backend.queue.fills_pipes() {
+            self.pool.allow_pipes();
+        }
+    }
+
+    /// Sends what is queued, as far as possible.
+    pub(super) fn flush(&mut self, link: &mut Link) -> io::Result<Flushed> {
+        self.sending.flush(link, &mut self.pool)
     }
 
     /// Takes the end of a send: `bytes` have left.

@@ -3,6 +3,8 @@
 //! Invariants: one send at a time, so a short one is continued before anything else is sent. Every reply
 //! after the negotiation is made here, in the form that the negotiation has agreed.
 
+use std::io;
+
 use cleat_core::request::{IoError, Op, Request};
 use cleat_core::volume::Extent;
 use cleat_nbd::structured;
@@ -13,6 +15,16 @@ use cleat_sys::shared::SharedPart;
 
 use super::buffer_pool::BufferPool;
 use super::link::{Link, SEND};
+use super::pages::Pages;
+
+/// What [`Sending::flush`] has done.
+#[derive(Debug, Default, Clone, Copy)]
+pub(super) struct Flushed {
+    /// A send was started on the ring.
+    pub(super) in_ring: bool,
+    /// A reply has left whose payload was in a pipe.
+    pub(super) pages: bool,
+}
 
 /// See the file's comment.
 #[derive(Debug)]
@@ -24,6 +36,10 @@ pub(super) struct Sending {
     rest: Option<Box<SendList>>,
     /// Replies in `filling`.
     queued: usize,
+    /// Replies that go without a copy.
+    pages: Pages,
+    /// The list goes before the next of `pages`: both take turns.
+    list_is_next: bool,
     /// The peer is gone: nothing is sent any more.
     broken: bool,
     /// Replies to reads are structured; the protocol allows all others to be simple in either case.
@@ -39,6 +55,8 @@ impl Sending {
             spare: Some(list()),
             rest: None,
             queued: 0,
+            pages: Pages::default(),
+            list_is_next: false,
             broken: false,
             structured: false,
         }
@@ -135,14 +153,14 @@ impl Sending {
         }
     }
 
-    /// The number of replies that wait for the next send.
+    /// The number of replies that have not been passed to the socket.
     pub(super) fn queued(&self) -> usize {
-        self.queued
+        self.queued + self.pages.len()
     }
 
     /// Whether every reply has left.
     pub(super) fn is_idle(&self) -> bool {
-        self.queued == 0 && self.spare.is_some()
+        self.queued() == 0 && self.spare.is_some()
     }
 
     /// Whether a send has ended short and has to be continued.
@@ -150,8 +168,32 @@ impl Sending {
         self.rest.is_some()
     }
 
-    /// Starts a send of what is queued, unless one is in flight. Returns whether it has started one.
-    pub(super) fn flush(&mut self, link: &mut Link) -> bool {
+    /// Sends what is queued: pages as far as the socket has room, everything else by a send of the ring. Does nothing
+    /// while such a send is in flight.
+    ///
+    /// # Errors
+    /// Returns the errors of the socket.
+    pub(super) fn flush(&mut self, link: &mut Link, pool: &mut BufferPool) -> io::Result<Flushed> {
+        let mut pages = false;
+        let is_sending = self.spare.is_none();
+        while !is_sending && (self.pages.has_begun() || self.pages_are_next()) {
+            if !self.pages.send_first(link, pool)? {
+                return Ok(Flushed { in_ring: false, pages });
+            }
+            pages = true;
+            self.list_is_next = true;
+        }
+        let in_ring = self.flush_list(link);
+        self.list_is_next &= !in_ring;
+        Ok(Flushed { in_ring, pages })
+    }
+
+    fn pages_are_next(&self) -> bool {
+        !self.pages.is_empty() && !(self.list_is_next && self.queued > 0)
+    }
+
+    /// Starts a send of the list, unless one is in flight. Returns whether it has started one.
+    fn flush_list(&mut self, link: &mut Link) -> bool {
         let (ring, socket) = link.ring_and_socket();
         if let Some(rest) = self.rest.take() {
             self.rest = ring.send(socket, rest, SEND).err();
@@ -184,6 +226,7 @@ impl Sending {
     pub(super) fn break_off(&mut self, pool: &mut BufferPool) {
         self.broken = true;
         self.queued = 0;
+        self.pages.clear(pool);
         pool.give_all(self.filling.take_buffers());
         if let Some(mut rest) = self.rest.take() {
             pool.give_all(rest.take_buffers());
@@ -203,6 +246,8 @@ impl Sending {
     fn push_buffer(&mut self, buffer: Buffer, pool: &mut BufferPool) {
         if self.broken {
             pool.give(buffer);
+        } else if buffer.is_in_pipe() {
+            self.pages.push(buffer);
         } else {
             self.filling.push_buffer(buffer);
             self.queued += 1;

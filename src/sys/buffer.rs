@@ -11,6 +11,8 @@ use std::ptr::NonNull;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use stable_deref_trait::StableDeref;
 
+use crate::page_pipe::PagePipe;
+
 /// Alignment of every payload, in bytes: enough for direct I/O on any block device.
 pub const ALIGNMENT: usize = 4096;
 
@@ -21,13 +23,15 @@ pub const HEADROOM: usize = ALIGNMENT;
 /// (An allocator would retain them for some time.)
 const OWN_PAGES: usize = 128 << 10;
 
-/// A payload of fixed capacity with space for a header before it.
+/// A payload of fixed capacity with space for a header before it. A buffer may have a pipe, which then can hold the
+/// payload in place of the memory.
 #[derive(Debug)]
 pub struct Buffer {
     base: NonNull<u8>,
     capacity: usize,
     header_len: usize,
     len: usize,
+    pipe: Option<PagePipe>,
 }
 
 // SAFETY: this value alone owns the memory, and nothing about it is tied to a thread.
@@ -61,7 +65,7 @@ impl Buffer {
         let layout = Self::layout(capacity);
         let base = if capacity < OWN_PAGES { allocate(layout) } else { map_pages(layout) };
         let Some(base) = base else { handle_alloc_error(layout) };
-        Self { base, capacity, header_len: 0, len }
+        Self { base, capacity, header_len: 0, len, pipe: None }
     }
 
     /// Returns the maximum length of the payload, in bytes; a multiple of [`ALIGNMENT`].
@@ -123,6 +127,36 @@ impl Buffer {
         unsafe {
             std::slice::from_raw_parts(self.base.as_ptr().add(start), self.header_len + self.len)
         }
+    }
+
+    /// Returns the header.
+    pub fn header(&self) -> &[u8] {
+        &self.wire()[..self.header_len]
+    }
+
+    /// Adds a pipe for the payload.
+    pub fn attach_pipe(&mut self, pipe: PagePipe) {
+        self.pipe = Some(pipe);
+    }
+
+    /// Removes the pipe.
+    pub fn take_pipe(&mut self) -> Option<PagePipe> {
+        self.pipe.take()
+    }
+
+    /// Returns the pipe.
+    pub fn pipe(&self) -> Option<&PagePipe> {
+        self.pipe.as_ref()
+    }
+
+    /// Returns the pipe, mutable.
+    pub fn pipe_mut(&mut self) -> Option<&mut PagePipe> {
+        self.pipe.as_mut()
+    }
+
+    /// Returns whether the pipe holds the payload.
+    pub fn is_in_pipe(&self) -> bool {
+        self.pipe.as_ref().is_some_and(|pipe| !pipe.is_empty())
     }
 
     /// Removes the header, before the buffer is used again.

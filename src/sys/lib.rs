@@ -13,6 +13,7 @@ pub mod escape_attempts;
 pub mod host;
 pub mod memory_limit;
 pub mod memory_lock;
+pub mod page_pipe;
 pub mod process;
 pub mod ring;
 pub mod send_list;

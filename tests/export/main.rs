@@ -18,6 +18,7 @@ mod handover;
 mod interop;
 mod limits;
 mod outage;
+mod pages;
 mod silent_clients;
 mod toy_backend;
 mod twins;

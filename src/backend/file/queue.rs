@@ -42,14 +42,18 @@ pub(super) struct Abilities {
     remote: bool,
     punch: AtomicBool,
     zero_range: AtomicBool,
+    /// Pages of the file can be put into a pipe.
+    splice: AtomicBool,
     pub(super) space: FreeSpace,
 }
 
 impl Abilities {
     /// Assumes that every operation is supported until an attempt fails.
     pub(super) fn new(device: bool, direct: bool, remote: bool) -> Self {
-        let (punch, zero_range) = (AtomicBool::new(true), AtomicBool::new(true));
-        Self { device, direct, remote, punch, zero_range, space: FreeSpace::default() }
+        let [punch, zero_range] = [(); 2].map(|()| AtomicBool::new(true));
+        // Only the page cache has pages that can be passed on.
+        let splice = AtomicBool::new(!direct);
+        Self { device, direct, remote, punch, zero_range, splice, space: FreeSpace::default() }
     }
 }
 
@@ -57,6 +61,8 @@ impl Abilities {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
     Transfer,
+    /// A read into the pipe of its buffer.
+    Splice,
     Punch,
     ZeroRange,
     WriteZeroes,
@@ -177,6 +183,11 @@ impl FileQueue {
                 };
                 submitted.map_err(|buffer| returned = Some(buffer)).is_ok()
             }
+            Step::Splice => {
+                let Some(buffer) = buffer else { return };
+                let submitted = ring.splice(self.file, buffer, index(task.progress), offset, token);
+                submitted.map_err(|buffer| returned = Some(buffer)).is_ok()
+            }
             Step::Punch => ring.fallocate(self.file, PUNCH_HOLE, offset, left, token),
             Step::ZeroRange => {
                 if self.abilities.device {
@@ -262,6 +273,37 @@ impl FileQueue {
         }
     }
 
+    /// Whether a read goes through the pipe of its buffer.
+    fn splices(&self, request: &Request, buffer: Option<&Buffer>) -> bool {
+        let pipe = buffer.and_then(Buffer::pipe);
+        request.op == Op::Read
+            && self.abilities.splice.load(Ordering::Relaxed)
+            && pipe.is_some_and(|pipe| pipe.fits(request.offset, index(request.length)))
+    }
+
+    /// Applies the result of a read into a pipe. If it has failed, the request reads into memory, which shows the
+    /// cause: a page that cannot be read, the end of the file, or a file system without splice(2).
+    fn spliced(&self, task: &mut Task, result: i32, buffer: Option<&mut Buffer>) -> Next {
+        let Some(pipe) = buffer.and_then(Buffer::pipe_mut) else { return Err(IoError::Broken) };
+        let moved = u64::from(result.max(0).unsigned_abs());
+        pipe.filled(index(moved));
+        task.progress += moved;
+        if task.progress == task.request.length {
+            return Ok(None);
+        }
+        if moved > 0 && !task.abandoned {
+            return Ok(Some(Step::Splice));
+        }
+        if matches!(-result, libc::EINVAL | libc::EOPNOTSUPP | libc::EACCES | libc::EPERM) {
+            self.abilities.splice.store(false, Ordering::Relaxed);
+        }
+        if pipe.drain().is_err() || task.abandoned {
+            return Err(IoError::Broken);
+        }
+        task.progress = 0;
+        Ok(Some(Step::Transfer))
+    }
+
     /// Applies the result of an operation to its task.
     fn advance(&self, task: &mut Task, result: i32) -> Next {
         if result < 0 {
@@ -293,6 +335,7 @@ impl FileQueue {
                 }
             }
             Step::Sync | Step::ReadAhead => return Ok(None),
+            Step::Splice => unreachable!("`spliced` takes its results"),
         }
         let durable = task.step == Step::Transfer && self.abilities.direct;
         let syncs = task.request.flags.fua && task.request.op.modifies() && !durable;
@@ -344,6 +387,10 @@ impl FileQueue {
 }
 
 impl ImageQueue for FileQueue {
+    fn fills_pipes(&self) -> bool {
+        self.abilities.splice.load(Ordering::Relaxed)
+    }
+
     fn start(
         &mut self,
         id: RequestId,
@@ -352,6 +399,7 @@ impl ImageQueue for FileQueue {
         ring: &mut Ring,
     ) -> Started {
         let step = match self.first(&request) {
+            Ok(Some(Step::Transfer)) if self.splices(&request, buffer.as_ref()) => Step::Splice,
             Ok(Some(step)) => step,
             Ok(None) => return Started::Done(Outcome { result: Ok(()), buffer }),
             Err(error) => return Started::Done(Outcome { result: Err(error), buffer }),
@@ -380,7 +428,10 @@ impl ImageQueue for FileQueue {
         {
             self.zeroes = Zeroes::Here(zeroes);
         }
-        let next = self.next(&mut task, completion.result);
+        let next = match task.step {
+            Step::Splice => self.spliced(&mut task, completion.result, buffer.as_mut()),
+            _ => self.next(&mut task, completion.result),
+        };
         let ended = match next {
             Ok(Some(step)) => {
                 task.step = step;

@@ -1,5 +1,6 @@
 //! The operations that a ring offers.
 
+use std::os::fd::AsRawFd;
 use std::time::Duration;
 
 use io_uring::{opcode, squeue, types};
@@ -24,6 +25,38 @@ impl Ring {
         let (start, len) = part(&buffer, from);
         let entry = opcode::Read::new(types::Fixed(file.0), start, len).offset(offset).build();
         self.push_buffer(entry, buffer, token)
+    }
+
+    /// Starts to put a range of a file at `offset` into the buffer's pipe: as many bytes as the payload has from `from`
+    /// to its end. The pages are read from the disk where they are not in memory, by a thread of the kernel.
+    /// Completes with `-EAGAIN` if the pipe is full.
+    ///
+    /// # Errors
+    /// Returns the buffer when the ring is full.
+    ///
+    /// # Panics
+    /// Panics if the buffer has no pipe.
+    pub fn splice(
+        &mut self,
+        file: FileSlot,
+        buffer: Buffer,
+        from: usize,
+        offset: u64,
+        token: Token,
+    ) -> Result<(), Buffer> {
+        let (_, len) = part(&buffer, from);
+        let pipe = buffer.pipe().expect("the caller has attached a pipe").input().as_raw_fd();
+        let offset = i64::try_from(offset).expect("no file is longer than i64::MAX");
+        let entry = opcode::Splice::new(types::Fixed(file.0), offset, types::Fd(pipe), -1, len)
+            .flags(libc::SPLICE_F_NONBLOCK)
+            .build();
+        self.push_buffer(entry, buffer, token)
+    }
+
+    /// Starts a poll, which completes once when `file` takes bytes. Returns false when the ring is full.
+    #[must_use]
+    pub fn poll_writable(&mut self, file: FileSlot, token: Token) -> bool {
+        self.poll(file, libc::POLLOUT, token)
     }
 
     /// Starts a write of the payload from `from` to its end at `offset`; with `durable`, as with
@@ -115,8 +148,12 @@ impl Ring {
     /// Starts a poll, which completes once when `file` is readable. Returns false when the ring is full.
     #[must_use]
     pub fn poll_readable(&mut self, file: FileSlot, token: Token) -> bool {
-        let events = libc::POLLIN.cast_unsigned();
-        let entry = opcode::PollAdd::new(types::Fixed(file.0), u32::from(events)).build();
+        self.poll(file, libc::POLLIN, token)
+    }
+
+    fn poll(&mut self, file: FileSlot, events: i16, token: Token) -> bool {
+        let events = u32::from(events.cast_unsigned());
+        let entry = opcode::PollAdd::new(types::Fixed(file.0), events).build();
         self.push(entry, Owned::Nothing, token).is_ok()
     }
 

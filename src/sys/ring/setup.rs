@@ -28,7 +28,7 @@ pub(super) fn build(entries: u32) -> io::Result<(IoUring, bool)> {
 }
 
 /// Returns the operations that the ring permits.
-pub(super) fn restrictions() -> [Restriction; 12] {
+pub(super) fn restrictions() -> [Restriction; 13] {
     // From <linux/io_uring.h>; the io-uring crate does not export them.
     const REGISTER_FILES_UPDATE: u8 = 6;
     const REGISTER_SYNC_CANCEL: u8 = 24;
@@ -43,6 +43,7 @@ pub(super) fn restrictions() -> [Restriction; 12] {
         Restriction::sqe_op(opcode::Recv::CODE),
         Restriction::sqe_op(opcode::SendMsg::CODE),
         Restriction::sqe_op(opcode::PollAdd::CODE),
+        Restriction::sqe_op(opcode::Splice::CODE),
         Restriction::sqe_op(opcode::Timeout::CODE),
         Restriction::sqe_op(opcode::AsyncCancel::CODE),
     ]

@@ -48,7 +48,7 @@ fn rules(needs: &Needs) -> Backend<Rules> {
     rules.extend(X86_64.iter().map(|call| (*call, Vec::new())));
     // Only threads: no process and no namespace.
     rules.insert(libc::SYS_clone, vec![when(0, all_bits(libc::CLONE_THREAD as u64))?]);
-    let mut ioctls = vec![when(1, is(BLKGETSIZE64))?];
+    let mut ioctls = vec![when(1, is(BLKGETSIZE64))?, when(1, is(SIOCOUTQ))?];
     rules.insert(
         libc::SYS_prctl,
         PRCTLS.iter().map(|n| when(0, is(n.unsigned_abs().into()))).collect::<Backend<_>>()?,
@@ -137,11 +137,14 @@ const RING_REGISTRATIONS: [u64; 3] = [6, 12, 24];
 /// The new size of a device (<linux/fs.h>).
 const BLKGETSIZE64: u64 = 0x8008_1272;
 
+/// How much of a socket's buffer is in use (<asm-generic/ioctls.h>).
+const SIOCOUTQ: u64 = libc::TIOCOUTQ;
+
 /// The standard library makes a socket non-blocking with it, to connect with a timeout (<asm-generic/ioctls.h>).
 const FIONBIO: u64 = 0x5421;
 
-/// What the standard library, the channels, memory files and librados do with descriptors.
-const FCNTLS: [i32; 8] = [
+/// What the standard library, the channels, memory files, pipes and librados do with descriptors.
+const FCNTLS: [i32; 10] = [
     libc::F_DUPFD,
     libc::F_DUPFD_CLOEXEC,
     libc::F_GETFD,
@@ -150,6 +153,8 @@ const FCNTLS: [i32; 8] = [
     libc::F_SETFL,
     libc::F_ADD_SEALS,
     libc::F_GET_SEALS,
+    libc::F_SETPIPE_SZ,
+    libc::F_GETPIPE_SZ,
 ];
 
 /// The name of the thread, and the names of memory areas, which newer C libraries set.
@@ -165,6 +170,9 @@ const ANY: &[c_long] = &[
     libc::SYS_writev,
     libc::SYS_close,
     libc::SYS_shutdown,
+    // Pages of a file go to the socket through a pipe.
+    libc::SYS_pipe2,
+    libc::SYS_splice,
     // The tail file and the files of the cache.
     libc::SYS_pread64,
     libc::SYS_preadv2,
@@ -277,6 +285,6 @@ const WRITABLE_X86_64: &[c_long] = &[libc::SYS_mkdir, libc::SYS_rmdir, libc::SYS
 /// The bits of a socket's type that are not flags.
 const SOCKET_TYPES: u64 = 0xf;
 
-/// For backends that use a network. Librados wakes its own threads through pipes.
+/// For backends that use a network.
 const NETWORK: &[c_long] =
-    &[libc::SYS_connect, libc::SYS_bind, libc::SYS_sendmmsg, libc::SYS_recvmmsg, libc::SYS_pipe2];
+    &[libc::SYS_connect, libc::SYS_bind, libc::SYS_sendmmsg, libc::SYS_recvmmsg];

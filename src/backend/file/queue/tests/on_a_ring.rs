@@ -4,6 +4,8 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
+use cleat_sys::page_pipe::PagePipe;
+
 use super::*;
 use crate::Completions;
 
@@ -210,4 +212,46 @@ fn a_queue_that_ends_leaves_no_request_for_the_next_sync() {
     bench.start(0, Op::Flush, NONE, 0, 0);
     drop(bench.queue);
     assert!(bench.syncer.forget(&bench.completer).is_empty());
+}
+
+/// A pipe that has no room for the whole payload stands for every failure of splice(2).
+#[test]
+fn a_read_that_a_pipe_does_not_take_is_read_into_memory() {
+    let mut bench = Bench::new(4, Abilities::new(false, false, false));
+    let mut full = Buffer::zeroed(1 << 20);
+    full.attach_pipe(PagePipe::new().unwrap());
+    let file = bench.queue.file;
+    bench.ring.splice(file, full, 8192, 0, Token(1)).unwrap();
+    bench.ring.submit_and_wait().unwrap();
+    let completion = bench.ring.next().unwrap();
+    let mut pipe = completion.buffer.unwrap().take_pipe().unwrap();
+    pipe.filled(usize::try_from(completion.result).unwrap());
+
+    let mut buffer = Buffer::zeroed(64 << 10);
+    buffer.attach_pipe(pipe);
+    let request = Request { op: Op::Read, flags: NONE, offset: 4096, length: 64 << 10 };
+    bench.queue.start(7, request, Some(buffer), &mut bench.ring);
+    bench.running = 1;
+    bench.run();
+    assert_eq!(bench.result(7), Ok(()));
+    let buffer = bench.ended[0].1.buffer.as_ref().unwrap();
+    assert!(!buffer.is_in_pipe() && buffer.payload().iter().all(|byte| *byte == 0xff));
+    assert!(bench.queue.fills_pipes());
+}
+
+#[test]
+fn pages_of_a_file_go_into_the_pipe_of_a_read() {
+    for (direct, op) in [(false, Op::Read), (true, Op::Read), (false, Op::Write)] {
+        let mut bench = Bench::new(4, Abilities::new(false, direct, false));
+        let mut buffer = Buffer::zeroed(128 << 10);
+        buffer.attach_pipe(PagePipe::new().unwrap());
+        let request = Request { op, flags: NONE, offset: 1 << 20, length: 128 << 10 };
+        bench.queue.start(7, request, Some(buffer), &mut bench.ring);
+        bench.running = 1;
+        bench.run();
+        assert_eq!(bench.result(7), Ok(()));
+        let buffer = bench.ended[0].1.buffer.as_ref().unwrap();
+        assert_eq!(buffer.is_in_pipe(), !direct && op == Op::Read);
+        assert_eq!(bench.queue.fills_pipes(), !direct);
+    }
 }
