@@ -8,9 +8,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
-use nix::unistd::{pipe2, read};
-
-use crate::buffer::ALIGNMENT;
+use nix::unistd::{SysconfVar, pipe2, read, sysconf};
 
 mod raw {
     // SIOCOUTQ (asm-generic/ioctls.h) is TIOCOUTQ.
@@ -26,8 +24,9 @@ const CAPACITY: usize = 1 << 20;
 pub struct PagePipe {
     output: OwnedFd,
     input: OwnedFd,
-    /// The number of pages that fit.
-    pages: usize,
+    /// The size of a page in bytes, and the number of pages that fit.
+    page: u64,
+    pages: u64,
     len: usize,
 }
 
@@ -42,14 +41,14 @@ impl PagePipe {
         // EPERM if the pipes of the user take too much (fs.pipe-user-pages-soft).
         let _ = fcntl(&input, FcntlArg::F_SETPIPE_SZ(wanted));
         let capacity = fcntl(&input, FcntlArg::F_GETPIPE_SZ)?;
-        let pages = usize::try_from(capacity).unwrap_or(0) / ALIGNMENT;
-        Ok(Self { output, input, pages, len: 0 })
+        let page = sysconf(SysconfVar::PAGE_SIZE)?.unwrap_or(4096).cast_unsigned();
+        let pages = u64::try_from(capacity).unwrap_or(0) / page;
+        Ok(Self { output, input, page, pages, len: 0 })
     }
 
     /// Returns whether the range of a file fits. Each page that the range touches takes a place.
     pub fn fits(&self, offset: u64, len: usize) -> bool {
-        let begins = offset % ALIGNMENT as u64;
-        (begins + len as u64).div_ceil(ALIGNMENT as u64) <= self.pages as u64
+        (offset % self.page + len as u64).div_ceil(self.page) <= self.pages
     }
 
     /// Returns the number of bytes that the pipe holds.
@@ -116,70 +115,14 @@ pub fn unread_by_peer(socket: impl AsFd) -> io::Result<usize> {
 
 #[cfg(test)]
 mod tests {
-    use std::io::{Read, Write};
-    use std::os::unix::net::UnixStream;
-
     use super::*;
-    use crate::buffer::Buffer;
-    use crate::ring::{Ring, Token};
-
-    /// Puts a range of `file` into the pipe of a buffer.
-    fn fill(ring: &mut Ring, file: &std::fs::File, offset: u64, len: usize) -> (i32, Buffer) {
-        let slot = ring.register(file.as_fd()).unwrap();
-        let mut buffer = Buffer::zeroed(len);
-        buffer.attach_pipe(PagePipe::new().unwrap());
-        ring.splice(slot, buffer, 0, offset, Token(7)).unwrap();
-        ring.submit_and_wait().unwrap();
-        let completion = ring.next().unwrap();
-        (completion.result, completion.buffer.unwrap())
-    }
-
-    #[test]
-    fn pages_go_from_a_file_to_a_socket() {
-        let content: Vec<u8> = (0..1_u32 << 18).flat_map(u32::to_le_bytes).collect();
-        let mut file = tempfile::tempfile().unwrap();
-        file.write_all(&content).unwrap();
-        let mut ring = Ring::new(8).unwrap();
-        let (offset, len) = (4096 + 512, 300_000);
-        let (result, mut buffer) = fill(&mut ring, &file, offset, len);
-        assert_eq!(usize::try_from(result), Ok(len));
-        let pipe = buffer.pipe_mut().unwrap();
-        pipe.filled(len);
-        let (socket, mut peer) = UnixStream::pair().unwrap();
-        let mut received = vec![0; len];
-        assert_eq!(unread_by_peer(&socket).unwrap(), 0);
-        for part in received.chunks_mut(60_000) {
-            assert_eq!(pipe.send(&socket, part.len()).unwrap(), part.len());
-            assert!(unread_by_peer(&socket).unwrap() >= part.len());
-            peer.read_exact(part).unwrap();
-        }
-        assert!(pipe.is_empty());
-        let at = usize::try_from(offset).unwrap();
-        assert!(received == content[at..at + len]);
-    }
-
-    #[test]
-    fn a_pipe_is_empty_after_a_drain() {
-        let mut file = tempfile::tempfile().unwrap();
-        file.write_all(&[1; 200_000]).unwrap();
-        let mut ring = Ring::new(8).unwrap();
-        // It ends with the file.
-        let (result, mut buffer) = fill(&mut ring, &file, 8192, 300_000);
-        assert_eq!(result, 200_000 - 8192);
-        let pipe = buffer.pipe_mut().unwrap();
-        pipe.filled(200_000 - 8192);
-        pipe.drain().unwrap();
-        assert!(pipe.is_empty());
-        let nothing = read(&pipe.output, &mut [0; 1]);
-        assert_eq!(nothing, Err(nix::Error::EAGAIN));
-    }
 
     #[test]
     fn a_range_needs_a_place_for_each_page_that_it_touches() {
         let pipe = PagePipe::new().unwrap();
-        let whole = pipe.pages * ALIGNMENT;
-        assert!(whole >= 16 * ALIGNMENT, "{whole}");
-        assert!(pipe.fits(8192, whole) && !pipe.fits(8192, whole + 1));
+        let whole = usize::try_from(pipe.pages * pipe.page).unwrap();
+        assert!(whole >= 64 << 10, "{whole}");
+        assert!(pipe.fits(2 * pipe.page, whole) && !pipe.fits(2 * pipe.page, whole + 1));
         assert!(!pipe.fits(512, whole) && pipe.fits(512, whole - 512));
     }
 }

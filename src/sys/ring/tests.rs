@@ -7,6 +7,7 @@ use std::os::unix::net::UnixStream;
 use io_uring::opcode;
 
 use super::*;
+use crate::page_pipe::{PagePipe, unread_by_peer};
 
 #[test]
 fn file_operations_return_their_buffers_and_tokens() {
@@ -179,4 +180,69 @@ fn wait(ring: &mut Ring) -> Completion {
         }
         ring.submit_and_wait().unwrap();
     }
+}
+
+/// Puts a range of `file` into the pipe of a buffer.
+fn fill(
+    ring: &mut Ring,
+    file: &std::fs::File,
+    pipe: PagePipe,
+    offset: u64,
+    len: usize,
+) -> (i32, Buffer) {
+    let slot = ring.register(file.as_fd()).unwrap();
+    let mut buffer = Buffer::zeroed(len);
+    buffer.attach_pipe(pipe);
+    ring.splice(slot, buffer, 0, offset, Token(7)).unwrap();
+    let done = wait(ring);
+    (done.result, done.buffer.unwrap())
+}
+
+#[test]
+fn pages_go_from_a_file_to_a_socket() {
+    let content: Vec<u8> = (0..1_u32 << 18).flat_map(u32::to_le_bytes).collect();
+    let mut file = tempfile::tempfile().unwrap();
+    file.write_all(&content).unwrap();
+    let mut ring = Ring::new(8).unwrap();
+    let (offset, len) = (4096 + 512, 300_000);
+    let pipe = PagePipe::new().unwrap();
+    let (result, mut buffer) = fill(&mut ring, &file, pipe, offset, len);
+    assert_eq!(usize::try_from(result), Ok(len));
+    let pipe = buffer.pipe_mut().unwrap();
+    pipe.filled(len);
+    let (socket, mut peer) = UnixStream::pair().unwrap();
+    let mut received = vec![0; len];
+    assert_eq!(unread_by_peer(&socket).unwrap(), 0);
+    for part in received.chunks_mut(60_000) {
+        assert_eq!(pipe.send(&socket, part.len()).unwrap(), part.len());
+        assert!(unread_by_peer(&socket).unwrap() >= part.len());
+        peer.read_exact(part).unwrap();
+    }
+    assert!(pipe.is_empty());
+    let at = usize::try_from(offset).unwrap();
+    assert!(received == content[at..at + len]);
+}
+
+#[test]
+fn a_pipe_is_empty_after_a_drain() {
+    let mut file = tempfile::tempfile().unwrap();
+    file.write_all(&[1; 4096]).unwrap();
+    file.write_all(&[2; 200_000]).unwrap();
+    let mut ring = Ring::new(8).unwrap();
+    // It ends with the file.
+    let (result, mut buffer) = fill(&mut ring, &file, PagePipe::new().unwrap(), 4096, 300_000);
+    assert_eq!(result, 200_000);
+    let mut pipe = buffer.take_pipe().unwrap();
+    pipe.filled(200_000);
+    pipe.drain().unwrap();
+    assert!(pipe.is_empty());
+    let (result, mut buffer) = fill(&mut ring, &file, pipe, 0, 4096);
+    let pipe = buffer.pipe_mut().unwrap();
+    pipe.filled(usize::try_from(result).unwrap());
+    let (socket, mut peer) = UnixStream::pair().unwrap();
+    pipe.send(&socket, usize::MAX).unwrap();
+    drop(socket);
+    let mut received = Vec::new();
+    peer.read_to_end(&mut received).unwrap();
+    assert!(received == [1; 4096]);
 }
