@@ -36,7 +36,7 @@ fn verify(uri: &str, connections: u32) {
     // over the same range.
     let report = shell(&format!(
         "dmesg --clear; fio --name=verify --filename={device} --direct=1 --ioengine=libaio --iodepth=16 --rw=randrw \
-           --bsrange=4k-64k --bs_unaligned=0 --size=160M --verify=crc32c --verify_backlog=256 \
+           --bsrange=4k-512k --bs_unaligned=0 --size=160M --verify=crc32c --verify_backlog=256 \
            --verify_fatal=1 --fsync=64 --time_based --runtime={seconds} --randseed=7 \
            --output-format=terse --terse-version=3"
     ));
