@@ -189,7 +189,8 @@ impl Sending {
     }
 
     fn pages_are_next(&self) -> bool {
-        !self.pages.is_empty() && !(self.list_is_next && self.queued > 0)
+        let list_is_next = self.list_is_next && self.queued > 0;
+        !list_is_next && !self.pages.is_empty()
     }
 
     /// Starts a send of the list, unless one is in flight. Returns whether it has started one.

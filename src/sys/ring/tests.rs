@@ -227,7 +227,7 @@ fn pages_go_from_a_file_to_a_socket() {
 fn a_pipe_is_empty_after_a_drain() {
     let mut file = tempfile::tempfile().unwrap();
     file.write_all(&[1; 4096]).unwrap();
-    file.write_all(&[2; 200_000]).unwrap();
+    file.write_all(&vec![2; 200_000]).unwrap();
     let mut ring = Ring::new(8).unwrap();
     // It ends with the file.
     let (result, mut buffer) = fill(&mut ring, &file, PagePipe::new().unwrap(), 4096, 300_000);
