@@ -2,21 +2,20 @@
 
 use std::collections::BTreeMap;
 use std::io::Read;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
-use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use cleat::backends::volume;
 use cleat_backend::OpenOptions;
+use cleat_core::request::Op;
 use cleat_export::End;
 use cleat_export::server::Limits;
-use nix::sys::socket::{MsgFlags, recv};
 use proptest::prelude::*;
 use tempfile::NamedTempFile;
 use test_kit::nbd::client::Client;
 use test_kit::nbd::wire;
+use test_kit::wait::wait_until;
 
 use super::fixture::{Fixture, MIB};
 
@@ -98,16 +97,12 @@ fn replies_that_leave_make_room_for_the_next_requests() {
 fn a_stop_and_a_lost_client_end_a_connection_with_unsent_pages() {
     let (fixture, _file) = serve();
     let mut client = fixture.connect();
-    (0..12).for_each(|cookie| client.send(wire::READ, cookie, 0, MIB as u32));
-    wait_for_reply(&client.stream);
+    read_without_receiving(&fixture, &mut client, 12);
     drop(client);
     let end = fixture.end();
     assert!(matches!(end, End::Closed | End::Socket(_)), "{end}");
     let mut client = fixture.connect();
-    (0..12).for_each(|cookie| client.send(wire::READ, cookie, 0, MIB as u32));
-    wait_for_reply(&client.stream);
-    // Until the socket is full.
-    std::thread::sleep(Duration::from_millis(100));
+    read_without_receiving(&fixture, &mut client, 12);
     fixture.server.stop(Duration::from_millis(200)).unwrap();
     let end = fixture.end();
     assert!(matches!(end, End::Aborted), "{end}");
@@ -118,17 +113,19 @@ fn a_stop_and_a_lost_client_end_a_connection_with_unsent_pages() {
     assert!(bytes[wire::REPLY_LEN..][..64 << 10] == content(0, 64 << 10));
 }
 
-/// Waits until a reply can be received.
-fn wait_for_reply(stream: &UnixStream) {
-    assert_eq!(recv(stream.as_raw_fd(), &mut [0; 1], MsgFlags::MSG_PEEK), Ok(1));
+/// Sends reads of 1 MiB, and waits until the volume has executed them. Their replies exceed the room in the socket.
+fn read_without_receiving(fixture: &Fixture, client: &mut Client, count: u64) {
+    let reads = || fixture.page.snapshot().op(Op::Read).count;
+    let before = reads();
+    (0..count).for_each(|cookie| client.send(wire::READ, cookie, 0, MIB as u32));
+    wait_until("all reads are executed", || reads() == before + count);
 }
 
 #[test]
 fn a_pause_waits_until_all_pages_have_left() {
     let (fixture, _file) = serve();
     let mut client = fixture.connect();
-    (0..8).for_each(|cookie| client.send(wire::READ, cookie, 0, MIB as u32));
-    wait_for_reply(&client.stream);
+    read_without_receiving(&fixture, &mut client, 8);
     let is_received = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let pausing = scope.spawn(|| {
