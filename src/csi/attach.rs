@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_csi_api::csi::v1 as csi;
-use cleat_node::control_socket::{PeerCheck, listen};
+use cleat_node::control_socket::{PeerCheck, listen_in_pod};
 use csi::controller_server::{self, Controller, ControllerServer};
 use csi::controller_service_capability::{self as capability, rpc::Type as Rpc};
 use csi::identity_server::{self, Identity, IdentityServer};
@@ -106,7 +106,7 @@ pub enum Usage {
 pub async fn serve_attacher(socket: &Path, driver: &str, attacher: Arc<dyn Attacher>) {
     let service = AttachService { driver: driver.to_owned(), attacher, busy: Busy::default() };
     loop {
-        match listen(socket).await {
+        match listen_in_pod(socket).await {
             Ok(listener) => {
                 tracing::info!(socket = %socket.display(), driver, "serving CSI for external-attacher");
                 service.clone().serve_on(listener).await;

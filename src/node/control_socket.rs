@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use tokio::net::{UnixListener, UnixStream};
 
 pub use crate::api::service::PeerCheck;
-use crate::directory::{check_shared, create_private};
+use crate::directory::{check_shared, check_volume, create_private};
 use cleat_core::error::{Error, ErrorKind, Result};
 
 /// Listens on a unix socket of mode 0600. Replaces a socket of a daemon that has ended.
@@ -15,9 +15,22 @@ use cleat_core::error::{Error, ErrorKind, Result};
 /// Returns `InUse` if another process listens on `path`, `AlreadyExists` if `path` is not a socket,
 /// `PermissionDenied` if other users can change its directory, and the errors of the file system.
 pub async fn listen(path: &Path) -> Result<UnixListener> {
+    listen_in(path, check_shared).await
+}
+
+/// Listens as [`listen`] does, also in a volume of a pod that every user may write to, such as an `emptyDir`.
+///
+/// # Errors
+/// As [`listen`].
+pub async fn listen_in_pod(path: &Path) -> Result<UnixListener> {
+    listen_in(path, check_volume).await
+}
+
+/// Listens in a directory that `check` accepts, or that does not exist.
+async fn listen_in(path: &Path, check: impl Fn(&Path) -> Result<()>) -> Result<UnixListener> {
     let failed = |error| Error::from_io(format!("cannot listen on {}", path.display()), error);
     match path.parent() {
-        Some(parent) if parent.exists() => check_shared(parent)?,
+        Some(parent) if parent.exists() => check(parent)?,
         Some(parent) => create_private(parent)?,
         None => {}
     }

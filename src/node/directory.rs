@@ -26,7 +26,7 @@ pub(crate) fn create_private(path: &Path) -> Result<()> {
             _ => error,
         }
     })?;
-    check(path, 0o022)
+    check(path, 0o022, |_, _| false)
 }
 
 /// Checks a directory that other users may write to if it is sticky, such as /tmp.
@@ -34,12 +34,27 @@ pub(crate) fn create_private(path: &Path) -> Result<()> {
 /// # Errors
 /// Returns `PermissionDenied` if another user can move the directory or replace files in it.
 pub(crate) fn check_shared(path: &Path) -> Result<()> {
-    check(path, 0)
+    check(path, 0, |_, _| false)
+}
+
+/// Checks a directory as [`check_shared`] does, but accepts the root of a file system that every user may write to. In a
+/// pod this is an `emptyDir`, which Kubernetes gives the mode 0777, and which only the containers of the pod see.
+///
+/// # Errors
+/// As [`check_shared`].
+pub(crate) fn check_volume(path: &Path) -> Result<()> {
+    check(path, 0, is_mounted)
+}
+
+/// Whether a directory is on another file system than its parent.
+fn is_mounted(path: &Path, found: &Metadata) -> bool {
+    let parent = path.parent().and_then(|parent| fs::metadata(parent).ok());
+    parent.is_some_and(|parent| parent.dev() != found.dev())
 }
 
 /// Checks a directory and its parents. `forbidden` are the permissions that the directory itself must not
-/// give.
-fn check(path: &Path, forbidden: u32) -> Result<()> {
+/// give. `accepts` returns whether every user may write to a directory.
+fn check(path: &Path, forbidden: u32, accepts: impl Fn(&Path, &Metadata) -> bool) -> Result<()> {
     let unreadable = |error| Error::from_io(format!("cannot inspect {}", path.display()), error);
     let real = fs::canonicalize(path).map_err(unreadable)?;
     let mode = fs::metadata(&real).map_err(unreadable)?.mode();
@@ -54,7 +69,7 @@ fn check(path: &Path, forbidden: u32) -> Result<()> {
             return Err(unsafe_directory(part, &why, "chown root"));
         }
         let open = found.mode() & 0o002 != 0 && found.mode() & STICKY == 0;
-        if open && !found.is_symlink() {
+        if open && !found.is_symlink() && !accepts(part, &found) {
             return Err(unsafe_directory(part, "every user may write to it", "chmod o-w"));
         }
     }
@@ -183,6 +198,29 @@ mod tests {
         chmod(&open, 0o777);
         symlink(root.path(), open.join("link")).unwrap();
         assert!(create_private(&open.join("link")).is_err());
+    }
+
+    #[test]
+    fn a_volume_of_a_pod_may_be_open_to_all() {
+        let root = tempfile::tempdir().unwrap();
+        let volume = root.path().join("volume");
+        create_private(&volume).unwrap();
+        chmod(&volume, 0o777);
+        let error = check_volume(&volume).unwrap_err();
+        assert!(error.message().contains("every user may write to it"), "{error}");
+        // Only root can mount.
+        let none = None::<&Path>;
+        let tmpfs = Some(Path::new("tmpfs"));
+        let mode = Some(Path::new("mode=0777"));
+        if nix::mount::mount(none, &volume, tmpfs, nix::mount::MsFlags::empty(), mode).is_ok() {
+            check_volume(&volume).unwrap();
+            assert!(check_shared(&volume).is_err());
+            let inner = volume.join("inner");
+            fs::create_dir(&inner).unwrap();
+            chmod(&inner, 0o777);
+            assert!(check_volume(&inner).is_err(), "it is no volume of its own");
+            nix::mount::umount(&volume).unwrap();
+        }
     }
 
     #[test]
