@@ -8,7 +8,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -34,7 +34,14 @@ pub struct CredentialFile {
     pub option: &'static str,
     /// The maximum length of the content in bytes.
     pub max_bytes: usize,
+    /// Whether the supervisor passes a new content to the worker without a command, with
+    /// [`RenewCredentials`](crate::RenewCredentials).
+    pub is_followed: bool,
 }
+
+/// Differs between two contents of a credential file. It contains nothing of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CredentialVersion([i128; 5]);
 
 impl CredentialFile {
     /// Opens the file, or the key, for reading. Follows symbolic links; the checks apply to the file that was opened.
@@ -46,8 +53,17 @@ impl CredentialFile {
     /// otherwise. The repair is a command or the option to change. For a key it fails as [`KernelKey::secret`] does, and
     /// returns `NotFound` if there is no such key.
     pub fn open(&self) -> Result<File> {
+        self.open_with_version().map(|(file, _)| file)
+    }
+
+    /// Opens the file as [`CredentialFile::open`] does. Returns the version of its content, too. A key of the kernel has
+    /// always the same one.
+    ///
+    /// # Errors
+    /// As [`CredentialFile::open`].
+    pub fn open_with_version(&self) -> Result<(File, CredentialVersion)> {
         if let Some(key) = KernelKey::of_path(&self.path) {
-            return key.open();
+            return key.open().map(|file| (file, CredentialVersion([0; 5])));
         }
         // Without O_NONBLOCK, opening a named pipe would block until it has a writer.
         let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
@@ -78,7 +94,8 @@ impl CredentialFile {
         if metadata.mode() & 0o004 != 0 {
             tracing::warn!("all users may read the {self}: chmod 600 {shown}");
         }
-        Ok(file)
+        let version = CredentialVersion::of(&metadata);
+        Ok((file, version))
     }
 
     /// Reads the secret from a descriptor of the file. Blocks as reads of the file do.
@@ -109,6 +126,22 @@ impl CredentialFile {
             _ => format!("{}=PATH in the volume's options names another file", self.option),
         };
         error.with_repair(repair)
+    }
+}
+
+impl CredentialVersion {
+    /// A file that is replaced has another inode, and one that is written in place another time.
+    fn of(file: &Metadata) -> Self {
+        let time = |seconds: i64, nanoseconds: i64| {
+            i128::from(seconds) * 1_000_000_000 + i128::from(nanoseconds)
+        };
+        Self([
+            file.dev().into(),
+            file.ino().into(),
+            file.size().into(),
+            time(file.mtime(), file.mtime_nsec()),
+            time(file.ctime(), file.ctime_nsec()),
+        ])
     }
 }
 
@@ -208,7 +241,8 @@ mod tests {
     }
 
     fn named(path: impl Into<PathBuf>) -> CredentialFile {
-        CredentialFile { path: path.into(), what: "keyring", option: "keyring", max_bytes: 7 }
+        let (what, option) = ("keyring", "keyring");
+        CredentialFile { path: path.into(), what, option, max_bytes: 7, is_followed: false }
     }
 
     #[test]
@@ -261,6 +295,25 @@ mod tests {
         let error = named(directory.path().join("none")).open().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound);
         assert!(error.repair().unwrap().contains("keyring=PATH"), "{error}");
+    }
+
+    #[test]
+    fn a_file_that_is_replaced_or_written_has_another_version() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("key");
+        let key = named(&path);
+        let version = || key.open_with_version().unwrap().1;
+        std::fs::write(&path, "one").unwrap();
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o600)).unwrap();
+        let first = version();
+        assert_eq!(version(), first);
+        let next = directory.path().join("next");
+        std::fs::copy(&path, &next).unwrap();
+        std::fs::rename(&next, &path).unwrap();
+        let replaced = version();
+        assert_ne!(replaced, first);
+        std::fs::write(&path, "longer").unwrap();
+        assert_ne!(version(), replaced);
     }
 
     #[test]

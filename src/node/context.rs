@@ -71,6 +71,8 @@ pub(crate) struct Context {
     pub(crate) unlocks: Semaphore,
     /// Limits how many threads open credential files at the same time.
     pub(crate) credential_opens: Arc<Semaphore>,
+    /// The same for the checks whether they have changed.
+    pub(crate) credential_checks: Arc<Semaphore>,
     /// All mappings.
     pub(crate) register: Register,
     /// The settings of the daemon.

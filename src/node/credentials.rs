@@ -10,12 +10,15 @@ use tokio::time::{Instant, timeout_at};
 use crate::blocking::with_own_limit;
 use crate::context::Context;
 use crate::worker_start::within;
-use cleat_backend::CredentialFile;
+use cleat_backend::{CredentialFile, CredentialVersion};
 use cleat_core::error::{Error, ErrorKind, Result};
 
 /// The maximum number of volumes whose files are opened at the same time. A file system that does not answer
 /// then blocks only these threads.
 pub(crate) const MAX_CONCURRENT: usize = 32;
+
+/// The same for the checks whether files have changed. They never take a thread from the start of a worker.
+pub(crate) const MAX_CHECKS: usize = 4;
 
 /// The timeout for opening the files of a volume.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
@@ -27,6 +30,8 @@ pub(crate) struct OpenCredentials {
     pub(crate) paths: Vec<String>,
     /// The descriptors.
     pub(crate) descriptors: Vec<OwnedFd>,
+    /// The versions of the contents.
+    pub(crate) versions: Vec<CredentialVersion>,
 }
 
 /// Opens the credential files that the URI of a volume names. There are none for a URI that no backend
@@ -61,6 +66,24 @@ pub(crate) async fn open_credentials(
     })?
 }
 
+/// Opens the credential files of a volume to compare them with what its worker has. Has no timeout, so that the caller
+/// starts no second check of the same files while the first one hangs.
+///
+/// # Errors
+/// As [`CredentialFile::open`].
+pub(crate) async fn open_for_check(
+    cx: &Context,
+    files: Vec<CredentialFile>,
+) -> Result<OpenCredentials> {
+    // The semaphore is never closed.
+    let permit = Arc::clone(&cx.credential_checks).acquire_owned().await;
+    let opened = with_own_limit(move || {
+        let _permit = permit;
+        open(&files)
+    });
+    opened.await
+}
+
 fn open(files: &[CredentialFile]) -> Result<OpenCredentials> {
     let mut open = OpenCredentials::default();
     for file in files {
@@ -69,7 +92,9 @@ fn open(files: &[CredentialFile]) -> Result<OpenCredentials> {
             return Err(Error::new(ErrorKind::InvalidArgument, message)
                 .with_repair(format!("write the {} to a file with another name", file.what)));
         };
-        open.descriptors.push(file.open()?.into());
+        let (descriptor, version) = file.open_with_version()?;
+        open.descriptors.push(descriptor.into());
+        open.versions.push(version);
         open.paths.push(path.to_owned());
     }
     Ok(open)

@@ -88,7 +88,7 @@ impl Home {
             Self::Bucket(bucket) => bucket.key_file.clone(),
         };
         let (what, option, max_bytes) = ("key", KEY_FILE, MAX_KEY_FILE);
-        path.map(|path| CredentialFile { path, what, option, max_bytes })
+        path.map(|path| CredentialFile { path, what, option, max_bytes, is_followed: false })
     }
 
     /// Returns the key that the URI names.

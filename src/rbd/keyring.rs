@@ -190,6 +190,7 @@ mod tests {
             what: "keyring",
             option: "keyring",
             max_bytes: MAX_KEYRING,
+            is_followed: false,
         };
         let found = key(keyring.as_bytes(), "client.a", &file);
         found.map(|key| String::from_utf8(key.to_vec()).unwrap())

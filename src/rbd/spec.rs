@@ -120,7 +120,13 @@ impl RbdSpec {
     /// Returns the file that `keyring=` names.
     pub(crate) fn keyring_file(&self) -> Option<CredentialFile> {
         let path = self.keyring.clone()?;
-        Some(CredentialFile { path, what: "keyring", option: "keyring", max_bytes: MAX_KEYRING })
+        Some(CredentialFile {
+            path,
+            what: "keyring",
+            option: "keyring",
+            max_bytes: MAX_KEYRING,
+            is_followed: false,
+        })
     }
 
     /// Returns the keyring and the passphrase files, each path once.

@@ -232,8 +232,13 @@ fn capabilities_of_a_new_backend_are_reached_by_type() {
     secret.write_all(b"token").unwrap();
     secret.rewind().unwrap();
     let path = "/run/toy/token".to_owned();
-    let file =
-        CredentialFile { path: path.clone().into(), what: "token", option: "token", max_bytes: 64 };
+    let file = CredentialFile {
+        path: path.clone().into(),
+        what: "token",
+        option: "token",
+        max_bytes: 64,
+        is_followed: false,
+    };
     let renewed = CredentialSet::receive(&[file], &[path], vec![secret.into()]).unwrap();
     image.renew_credentials().unwrap().renew(&renewed).unwrap();
 }

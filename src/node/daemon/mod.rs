@@ -2,6 +2,7 @@
 //! daemon, serves the control API, and watches the kernel and the workers until it is stopped.
 
 mod events;
+mod renewals;
 mod run;
 mod server;
 mod service_manager;
@@ -119,6 +120,7 @@ impl Node {
             starts: Semaphore::new(MAX_CONCURRENT_STARTS),
             unlocks: Semaphore::new(unlock::MAX_CONCURRENT),
             credential_opens: Arc::new(Semaphore::new(credentials::MAX_CONCURRENT)),
+            credential_checks: Arc::new(Semaphore::new(credentials::MAX_CHECKS)),
             register: Register::default(),
             settings: settings(config, parts.boot_id)?,
             clock: parts.clock,
@@ -141,6 +143,7 @@ impl Node {
         tasks.spawn(events::watch_workers(Arc::clone(&context), worker_receiver));
         tasks.spawn(events::watch_kernel(Arc::clone(&context), kernel_events));
         tasks.spawn(sweep::sweep(Arc::clone(&context)));
+        tasks.spawn(renewals::renew_credentials(Arc::clone(&context)));
         let (stop_server, stopped) = oneshot::channel();
         let service = ApiService::new(Arc::clone(&executor), config.map.timeout);
         let (calls, metrics_address) = (Arc::new(Calls::default()), metrics.address());

@@ -39,6 +39,7 @@ const MAX_THREADS: usize = MAX_COMMANDS
     + MAX_URGENT
     + 2 * record_directory::MAX_WRITES
     + credentials::MAX_CONCURRENT
+    + credentials::MAX_CHECKS
     + blocking::MAX_CALLS
     + 4;
 

@@ -113,7 +113,7 @@ async fn start_successor(
     prepared: Vec<OwnedFd>,
     deadline: Instant,
 ) -> Result<Duration> {
-    let OpenCredentials { paths, mut descriptors } = credentials;
+    let OpenCredentials { paths, mut descriptors, .. } = credentials;
     descriptors.extend(prepared);
     let start = Start { credentials: paths, ..start_message(cx, &guard.record, true) };
     let page = guard.statistics.clone();

@@ -44,7 +44,8 @@ pub(crate) async fn renew_credentials(
     let mapping = get(cx, target, deadline).await?;
     let guard = lock_mapped(&mapping, deadline).await?;
     let opening = open_credentials(cx, &guard.record.uri, deadline);
-    let OpenCredentials { paths: credentials, descriptors } = mapping.until_forced(opening).await?;
+    let OpenCredentials { paths: credentials, descriptors, .. } =
+        mapping.until_forced(opening).await?;
     if credentials.is_empty() {
         let message = format!("the volume of {} names no credential files", mapping.name);
         return Err(Error::new(ErrorKind::Unsupported, message)

@@ -228,6 +228,7 @@ impl Bucket {
             what: "credentials",
             option: "credentials_file",
             max_bytes: MAX_BYTES,
+            is_followed: true,
         }
     }
 

@@ -90,6 +90,7 @@ impl Encryption {
             what: "passphrase",
             option: "passphrase_file",
             max_bytes: MAX_PASSPHRASE,
+            is_followed: false,
         })
     }
 }

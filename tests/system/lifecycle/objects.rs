@@ -1,11 +1,15 @@
-//! A mapping of a volume of objects, while its worker and its supervisor die.
+//! A mapping of a volume of objects, while its worker and its supervisor die, and while its keys change.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 
 use cleat::backends::REGISTRY;
-use cleat_api::v1::MappingState;
+use cleat_api::v1::{HealthRequest, MappingState};
 use cleat_backend::store::Layout;
 use nix::sys::signal::Signal;
 
-use test_kit::node::{Machine, SIZE, index_of, is_alive, kill, wait_until};
+use test_kit::minio;
+use test_kit::node::{Machine, SIZE, Supervisor, index_of, is_alive, kill, wait_until};
 
 const SECTOR: u64 = 512;
 
@@ -67,6 +71,69 @@ fn acknowledged_writes_survive_the_death_of_worker_and_supervisor() {
     assert_eq!(tails(&machine), 0);
     let again = supervisor.map("v", &uri).unwrap();
     check(index_of(&again));
+    supervisor.unmap("v").unwrap();
+    machine.assert_clean();
+}
+
+/// Creates the volume `v` in a bucket of MinIO, below a prefix of the machine, and returns its URI.
+fn volume_in_bucket(machine: &Machine, options: &str) -> String {
+    let prefix = machine.directory.path().file_name().unwrap().to_str().unwrap();
+    let prefix = prefix.trim_start_matches('.');
+    let endpoint = minio::shared().endpoint();
+    let store = format!("s3://{}/{prefix}?endpoint=http://{endpoint}{options}", minio::BUCKET);
+    let store = REGISTRY.store(&store).unwrap();
+    assert!(store.connect().unwrap().create("v", SIZE, &Layout::default()).unwrap());
+    store.volume("v", None).unwrap().to_string()
+}
+
+/// Replaces the file as a program does that changes it at once.
+fn replace(path: &Path, content: &str) {
+    let next = path.with_extension("next");
+    std::fs::write(&next, content).unwrap();
+    std::fs::set_permissions(&next, PermissionsExt::from_mode(0o600)).unwrap();
+    std::fs::rename(&next, path).unwrap();
+}
+
+/// Returns what the health check says of credentials that cannot be renewed.
+fn problem_of_credentials(supervisor: &Supervisor) -> Option<String> {
+    let health = supervisor.block_on(supervisor.client().health(HealthRequest {})).unwrap();
+    let mut checks = health.into_inner().checks.into_iter();
+    checks.find(|check| check.name == "credentials").map(|check| check.finding)
+}
+
+/// The worker first gets keys that the store refuses, then a file without keys, then keys that the store accepts. No
+/// command is given, no request fails, and the worker stays the same.
+#[test]
+fn keys_that_are_replaced_in_the_file_are_used_without_a_command() {
+    let machine = Machine::new();
+    let file = machine.path("keys");
+    let keys = std::fs::read_to_string(minio::shared().credentials()).unwrap();
+    replace(&file, &keys);
+    let uri = volume_in_bucket(&machine, &format!("&credentials_file={}", file.display()));
+    let supervisor = machine.start();
+    let mapping = supervisor.map("v", &uri).unwrap();
+    let index = index_of(&mapping);
+    let wrong = keys.replace("secret_access_key = ", "secret_access_key = wrong");
+    assert_ne!(wrong, keys);
+    replace(&file, &wrong);
+    wait_until("the store refuses the worker", || {
+        machine.kernel.write(index, 0, &[1; 512]).unwrap();
+        let outage = supervisor.get("v").unwrap().outage;
+        outage.is_some_and(|outage| outage.reason.contains("is not that of the access key"))
+    });
+    replace(&file, "[default]\n");
+    wait_until("the daemon reports the file", || {
+        let problem = problem_of_credentials(&supervisor);
+        problem.is_some_and(|finding| finding.contains("aws_access_key_id is missing"))
+    });
+    replace(&file, &keys);
+    wait_until("everything is in the store", || {
+        let mapping = supervisor.get("v").unwrap();
+        mapping.outage.is_none() && mapping.unsaved_bytes == 0
+    });
+    assert_eq!(problem_of_credentials(&supervisor), None);
+    assert_eq!(supervisor.get("v").unwrap().worker_pid, mapping.worker_pid);
+    assert_eq!(machine.kernel.read(index, 0, 512).unwrap(), [1; 512]);
     supervisor.unmap("v").unwrap();
     machine.assert_clean();
 }
