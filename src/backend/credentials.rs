@@ -1,7 +1,7 @@
 //! Secrets that a backend needs to reach or to decrypt a volume, and the files that contain them.
 //!
-//! A secret is never an argument, in the environment, in a record, in a URI or in a log. A URI names the
-//! file that contains it ([`CredentialFile`]). For a worker, the supervisor opens this file and passes the
+//! A secret is never an argument, in the environment of a worker, in a record, in a URI or in a log. A URI names the
+//! file that contains it ([`CredentialFile`]), or a backend finds it elsewhere ([`SecretSource`]). For a worker, the supervisor opens this file and passes the
 //! descriptor; the worker reads the descriptor before it is confined, and its confinement does not allow
 //! the path. A process that opens a volume for itself (`cleat serve`, `cleat volume`) opens the file with the
 //! same function.
@@ -23,10 +23,10 @@ use cleat_core::error::{Error, ErrorKind, Result};
 /// The maximum number of files with secrets that one volume names.
 pub const MAX_CREDENTIAL_FILES: usize = 32;
 
-/// A file that contains a secret, or a key of the kernel, as the URI of a volume names it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A file that contains a secret, or a key of the kernel, as the URI of a volume names it, or another source of it.
+#[derive(Debug, Clone)]
 pub struct CredentialFile {
-    /// The absolute path, or the value that names a [`KernelKey`].
+    /// The absolute path, the value that names a [`KernelKey`], or any text that describes `source`.
     pub path: PathBuf,
     /// The content, for messages: `keyring`, `passphrase`.
     pub what: &'static str,
@@ -37,6 +37,26 @@ pub struct CredentialFile {
     /// Whether the supervisor passes a new content to the worker without a command, with
     /// [`RenewCredentials`](crate::RenewCredentials).
     pub is_followed: bool,
+    /// Finds the secret if the URI names no file with it.
+    pub source: Option<Arc<dyn SecretSource>>,
+}
+
+/// Finds a secret that is in no file which a URI names, for example temporary keys of a service.
+pub trait SecretSource: fmt::Debug + Send + Sync {
+    /// Returns the present secret. Blocks for at most 9 s.
+    ///
+    /// # Errors
+    /// Returns why there is none, without any part of a secret.
+    fn find(&self) -> Result<FoundSecret>;
+}
+
+/// A secret that a [`SecretSource`] has found.
+#[derive(Debug)]
+pub struct FoundSecret {
+    /// The secret, of at most 64 KiB.
+    pub secret: Credentials,
+    /// A number that differs between two secrets that the source finds in one process.
+    pub version: u64,
 }
 
 /// Differs between two contents of a credential file. It contains nothing of them.
@@ -48,7 +68,8 @@ impl CredentialFile {
     /// Logs a warning if all users may read the file. Blocks as open(2) does.
     ///
     /// # Errors
-    /// Returns `InvalidArgument` for anything but a regular file, `PermissionDenied` for a file that belongs
+    /// Fails as [`SecretSource::find`] does if there is a source. Otherwise returns
+    /// `InvalidArgument` for anything but a regular file, `PermissionDenied` for a file that belongs
     /// to neither root nor the calling user, or that other users may write, and the error of open(2)
     /// otherwise. The repair is a command or the option to change. For a key it fails as [`KernelKey::secret`] does, and
     /// returns `NotFound` if there is no such key.
@@ -62,6 +83,12 @@ impl CredentialFile {
     /// # Errors
     /// As [`CredentialFile::open`].
     pub fn open_with_version(&self) -> Result<(File, CredentialVersion)> {
+        if let Some(source) = &self.source {
+            let FoundSecret { secret, version } = source.find()?;
+            let failed = |error| Error::from_io(format!("cannot pass on the {self}"), error);
+            let version = CredentialVersion([version.into(), 0, 0, 0, 0]);
+            return Ok((secret.readable().map_err(failed)?, version));
+        }
         if let Some(key) = KernelKey::of_path(&self.path) {
             return key.open().map(|file| (file, CredentialVersion([0; 5])));
         }
@@ -128,6 +155,18 @@ impl CredentialFile {
         error.with_repair(repair)
     }
 }
+
+/// Sources are equal if their descriptions are.
+impl PartialEq for CredentialFile {
+    fn eq(&self, other: &Self) -> bool {
+        let parts = |file: &Self| {
+            (file.what, file.option, file.max_bytes, file.is_followed, file.source.is_some())
+        };
+        self.path == other.path && parts(self) == parts(other)
+    }
+}
+
+impl Eq for CredentialFile {}
 
 impl CredentialVersion {
     /// A file that is replaced has another inode, and one that is written in place another time.
@@ -228,6 +267,7 @@ impl CredentialSet {
 mod tests {
     use std::io::{Seek, Write};
     use std::os::unix::fs::PermissionsExt;
+    use std::sync::atomic::{AtomicU64, Ordering};
 
     use zeroize::Zeroizing;
 
@@ -242,7 +282,8 @@ mod tests {
 
     fn named(path: impl Into<PathBuf>) -> CredentialFile {
         let (what, option) = ("keyring", "keyring");
-        CredentialFile { path: path.into(), what, option, max_bytes: 7, is_followed: false }
+        let path = path.into();
+        CredentialFile { path, what, option, max_bytes: 7, is_followed: false, source: None }
     }
 
     #[test]
@@ -314,6 +355,30 @@ mod tests {
         assert_ne!(replaced, first);
         std::fs::write(&path, "longer").unwrap();
         assert_ne!(version(), replaced);
+    }
+
+    /// Finds another secret each time.
+    #[derive(Debug)]
+    struct Counter(AtomicU64);
+
+    impl SecretSource for Counter {
+        fn find(&self) -> Result<FoundSecret> {
+            let version = self.0.fetch_add(1, Ordering::Relaxed);
+            let secret = Credentials::new(Zeroizing::new(format!("no {version}").into_bytes()));
+            Ok(FoundSecret { secret, version })
+        }
+    }
+
+    #[test]
+    fn a_secret_of_a_source_is_read_in_place_of_a_file() {
+        let mut counted = named("from a counter");
+        counted.source = Some(Arc::new(Counter(AtomicU64::new(1))));
+        let mut set = CredentialSet::default();
+        set.complete(std::slice::from_ref(&counted)).unwrap();
+        assert_eq!(set.get(&counted.path).unwrap().bytes(), b"no 1");
+        let (file, version) = counted.open_with_version().unwrap();
+        assert_eq!(counted.read(&file).unwrap().bytes(), b"no 2");
+        assert_ne!(counted.open_with_version().unwrap().1, version);
     }
 
     #[test]

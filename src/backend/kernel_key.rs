@@ -6,11 +6,9 @@
 //! the same user can.
 
 use std::fs::File;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use linux_keyutils::{Key, KeyError, KeyRing, KeyRingIdentifier};
-use nix::fcntl::OFlag;
 use zeroize::Zeroizing;
 
 use crate::secret::Credentials;
@@ -112,19 +110,14 @@ impl KernelKey {
         removed.map_err(|error| self.failed("remove", error))
     }
 
-    /// Opens the secret for one read from its beginning to its end. A pipe contains it, because the kernel never
-    /// writes the content of a pipe to a swap area.
+    /// Opens the secret for one read from its beginning to its end.
     ///
     /// # Errors
     /// Returns `NotFound` if there is no such key. Otherwise fails as [`KernelKey::secret`] does.
     pub(crate) fn open(&self) -> Result<File> {
         let secret = self.secret()?.ok_or_else(|| self.missing())?;
         let failed = |error| Error::from_io(format!("cannot pass on the key {}", self.name), error);
-        let (reader, writer) = nix::unistd::pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)
-            .map_err(|error| failed(error.into()))?;
-        // It fits: a pipe has room for 64 KiB, and otherwise this fails instead of waiting.
-        File::from(writer).write_all(secret.bytes()).map_err(failed)?;
-        Ok(reader.into())
+        secret.readable().map_err(failed)
     }
 
     /// Returns the command that stores its standard input as this key.

@@ -39,7 +39,10 @@ pub use capability::{
     WriteHold,
 };
 pub use completion::{Completer, Completions, channel};
-pub use credentials::{CredentialFile, CredentialSet, CredentialVersion, MAX_CREDENTIAL_FILES};
+pub use credentials::{
+    CredentialFile, CredentialSet, CredentialVersion, FoundSecret, MAX_CREDENTIAL_FILES,
+    SecretSource,
+};
 #[cfg(feature = "fault")]
 pub use fault::crash_point;
 pub use handover::{Handover, HandoverFiles, HandoverState};

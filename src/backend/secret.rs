@@ -2,8 +2,9 @@
 
 use std::fmt;
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 
+use nix::fcntl::OFlag;
 use zeroize::Zeroizing;
 
 /// The bytes of a secret: a key, a token, a passphrase. They are overwritten with zeroes when the value is
@@ -30,6 +31,17 @@ impl Credentials {
     /// Wraps a secret that did not come from a file.
     pub fn new(secret: Zeroizing<Vec<u8>>) -> Self {
         Self(secret)
+    }
+
+    /// Returns a file from which the secret can be read once. It is a pipe, because the kernel never writes the content of
+    /// a pipe to a swap area.
+    ///
+    /// # Errors
+    /// Returns an error for a secret of more than 64 KiB, for which a pipe has no room, and that of pipe(2).
+    pub(crate) fn readable(&self) -> io::Result<File> {
+        let (reader, writer) = nix::unistd::pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)?;
+        File::from(writer).write_all(&self.0)?;
+        Ok(reader.into())
     }
 
     /// Returns the secret.

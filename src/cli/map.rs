@@ -62,7 +62,9 @@ pub(super) struct Map {
     /// config.OPTION=VALUE (an option of Ceph), and lock=shared (several clients write at the same time and
     /// none is fenced; this destroys file systems that are not made for it). dir:/directory/volume is a log of
     /// objects in a local directory, and s3://bucket/[prefix/]volume one in an object store with the S3 API, with
-    /// the options credentials_file=PATH, endpoint=https://HOST:PORT, ca_file=PATH and region=NAME. gs: and az: are
+    /// the options credentials_file=PATH, endpoint=https://HOST:PORT, ca_file=PATH and region=NAME. Without
+    /// credentials_file, the daemon takes the keys from the usual sources: its environment, the shared credentials file,
+    /// or the role of the container or the instance. gs: and az: are
     /// the same on Google Cloud Storage and on Azure Blob Storage, which needs account=NAME. `cleat volume create`
     /// creates them. mem:SIZE keeps the volume in memory; its data is lost when it is unmapped. Write `?` and `%` in
     /// a path as %3F and %25.

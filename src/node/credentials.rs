@@ -1,5 +1,6 @@
 //! Opens the files with the secrets of a volume, whose descriptors a worker gets. The supervisor reads none
-//! of them. Each new worker gets the files as they are when it starts.
+//! of them; where the URI names no file, a backend may find the secret in this process. Each new worker gets the files
+//! as they are when it starts.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

@@ -59,4 +59,8 @@ pub(crate) trait Connection: Send + Sync {
     /// # Errors
     /// Returns `InvalidArgument` if they are malformed.
     fn renew(&self, credentials: &CredentialSet) -> Result<()>;
+
+    /// Uses credentials that have changed from now on, without a call of [`Connection::renew`]. Only for a process that may
+    /// open their files.
+    fn follow(&self) {}
 }

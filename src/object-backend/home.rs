@@ -12,7 +12,7 @@ use cleat_object::encryption::{KeyFile, MIN_KEY_FILE_BYTES};
 
 use crate::connection::{Access, Connection};
 use crate::naming::KEY_FILE;
-use crate::remote::{Bucket, Provider, RemoteHome};
+use crate::remote::{Bucket, Provider, RemoteHome, credential_file};
 use directory::Local;
 
 /// The maximum length of a key file in bytes.
@@ -88,7 +88,14 @@ impl Home {
             Self::Bucket(bucket) => bucket.key_file.clone(),
         };
         let (what, option, max_bytes) = ("key", KEY_FILE, MAX_KEY_FILE);
-        path.map(|path| CredentialFile { path, what, option, max_bytes, is_followed: false })
+        path.map(|path| CredentialFile {
+            path,
+            what,
+            option,
+            max_bytes,
+            is_followed: false,
+            source: None,
+        })
     }
 
     /// Returns the key that the URI names.
@@ -117,7 +124,7 @@ impl Home {
     pub(crate) fn credential_files(&self) -> Vec<CredentialFile> {
         let access = match self {
             Self::Directory(_) => None,
-            Self::Bucket(bucket) => Some(bucket.credential_file()),
+            Self::Bucket(bucket) => Some(credential_file(bucket)),
         };
         access.into_iter().chain(self.key_file()).collect()
     }

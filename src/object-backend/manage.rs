@@ -61,6 +61,7 @@ impl ObjectStore {
     ) -> Result<Self> {
         credentials.complete(&home.credential_files())?;
         let connection = home.connect(&credentials)?;
+        connection.follow();
         let key = home.key(&credentials)?;
         Ok(Self { home: home.clone(), connection, claimant: claimant.clone(), key })
     }

@@ -5,12 +5,17 @@
 //! fails, so `object_store` repeats nothing.
 
 mod bucket;
+mod certificates;
+mod chain;
 mod client;
+mod credentials;
 mod hedge;
 mod http;
 mod keys;
+mod origin;
 mod rejection;
 mod store;
 
 pub(crate) use bucket::{Bucket, Provider};
+pub(crate) use credentials::credential_file;
 pub(crate) use store::RemoteHome;

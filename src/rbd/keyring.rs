@@ -191,6 +191,7 @@ mod tests {
             option: "keyring",
             max_bytes: MAX_KEYRING,
             is_followed: false,
+            source: None,
         };
         let found = key(keyring.as_bytes(), "client.a", &file);
         found.map(|key| String::from_utf8(key.to_vec()).unwrap())

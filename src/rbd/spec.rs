@@ -126,6 +126,7 @@ impl RbdSpec {
             option: "keyring",
             max_bytes: MAX_KEYRING,
             is_followed: false,
+            source: None,
         })
     }
 

@@ -238,6 +238,7 @@ fn capabilities_of_a_new_backend_are_reached_by_type() {
         option: "token",
         max_bytes: 64,
         is_followed: false,
+        source: None,
     };
     let renewed = CredentialSet::receive(&[file], &[path], vec![secret.into()]).unwrap();
     image.renew_credentials().unwrap().renew(&renewed).unwrap();

@@ -1,15 +1,14 @@
-//! The URI of a bucket and of a volume in it: `s3://BUCKET/[PREFIX/]VOLUME?credentials_file=…&endpoint=…`, and the same
+//! The URI of a bucket and of a volume in it: `s3://BUCKET/[PREFIX/]VOLUME?endpoint=…&credentials_file=…`, and the same
 //! with `gs:` and `az:`.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
+use cleat_backend::Network;
 use cleat_backend::uri::{Encoded, Options, absolute_path, decode, invalid, secret_path, shown};
-use cleat_backend::{CredentialFile, Network};
 use cleat_core::error::{Error, Result};
 
 use super::hedge::{self, HEDGE};
-use super::keys::MAX_BYTES;
 use crate::connection::Access;
 use crate::naming::{KEY_FILE, is_name};
 use crate::nonce;
@@ -75,7 +74,7 @@ pub(crate) struct Endpoint {
     /// Whether it is used with TLS.
     pub(crate) is_secure: bool,
     /// A name or an address; an IPv6 address is in brackets.
-    host: String,
+    pub(super) host: String,
     port: u16,
     /// The path before the bucket; empty, or it begins with a slash.
     path: String,
@@ -96,7 +95,8 @@ pub(crate) struct Bucket {
     pub(crate) account: String,
     /// The certificates to trust; `None` for those of the distribution.
     pub(crate) ca_file: Option<PathBuf>,
-    credentials_file: PathBuf,
+    /// The file with the keys; `None`: the usual sources have them.
+    pub(crate) credentials_file: Option<PathBuf>,
     /// The time after which a read is sent once more.
     pub(crate) hedge: Option<Duration>,
     /// The key file of encrypted volumes.
@@ -147,7 +147,7 @@ impl Bucket {
                     .with_repair(format!("add {key}={example} to the URI"))
             })
         };
-        let file = needed(&mut options, "credentials_file", "/etc/cleat/credentials")?;
+        let file = options.take("credentials_file");
         let mut region = String::new();
         if provider == Provider::Amazon {
             region = options.take("region").unwrap_or_else(|| REGION.to_owned());
@@ -175,7 +175,9 @@ impl Bucket {
             region,
             account,
             ca_file: ca_file.map(|file| absolute_path(&file, "ca_file")).transpose()?,
-            credentials_file: absolute_path(&file, "credentials_file")?,
+            credentials_file: file
+                .map(|file| absolute_path(&file, "credentials_file"))
+                .transpose()?,
             hedge: hedge.map(|text| hedge::parse(&text)).transpose()?,
             key_file: key_file.map(|file| secret_path(&file, KEY_FILE)).transpose()?,
         })
@@ -208,7 +210,7 @@ impl Bucket {
             ("endpoint", self.endpoint.as_ref().map(Endpoint::url)),
             ("region", text(&self.region).filter(|region| region != REGION)),
             ("account", text(&self.account)),
-            ("credentials_file", Some(path(&self.credentials_file))),
+            ("credentials_file", self.credentials_file.as_ref().map(path)),
             ("ca_file", self.ca_file.as_ref().map(path)),
             (HEDGE, self.hedge.map(|delay| format!("{}ms", delay.as_millis()))),
             (KEY_FILE, self.key_file.as_ref().map(path)),
@@ -222,20 +224,10 @@ impl Bucket {
         format!("{}://{}/{}{name}", self.provider.scheme(), self.bucket, self.prefix)
     }
 
-    pub(crate) fn credential_file(&self) -> CredentialFile {
-        CredentialFile {
-            path: self.credentials_file.clone(),
-            what: "credentials",
-            option: "credentials_file",
-            max_bytes: MAX_BYTES,
-            is_followed: true,
-        }
-    }
-
-    /// Returns the file with the certificates that a client trusts; `None` without TLS, or if the distribution has none.
-    pub(crate) fn roots_file(&self) -> Option<PathBuf> {
+    /// Returns the file with the certificates that a client trusts; `None` if the distribution has none.
+    pub(crate) fn trusted_file(&self) -> Option<PathBuf> {
         let system = || SYSTEM_ROOTS.iter().map(PathBuf::from).find(|path| path.exists());
-        self.ca_file.clone().or_else(system).filter(|_| self.address().is_secure)
+        self.ca_file.clone().or_else(system)
     }
 
     /// Returns what a process needs that serves a volume: the port of the store, the files with which the C library
@@ -253,7 +245,7 @@ impl Bucket {
             paths.iter().map(PathBuf::from).filter(|path| path.exists()).collect()
         };
         let mut copies = existing(&names);
-        copies.extend(self.roots_file());
+        copies.extend(self.trusted_file().filter(|_| self.address().is_secure));
         // A long answer of a name server comes over TCP. Google's tokens come from another server.
         let mut ports = vec![self.address().port, 53];
         ports.extend((self.provider == Provider::Google).then_some(HTTPS));
@@ -267,7 +259,7 @@ impl Bucket {
 }
 
 impl Endpoint {
-    fn parse(text: &str) -> Result<Self> {
+    pub(super) fn parse(text: &str) -> Result<Self> {
         let wrong = || {
             invalid(format!("{:?} is not an endpoint", shown(text)))
                 .with_repair("write endpoint=https://HOST:PORT")
@@ -311,7 +303,7 @@ impl Endpoint {
 }
 
 /// Returns whether a text can be a host, a region or an account.
-fn is_label(text: &str) -> bool {
+pub(super) fn is_label(text: &str) -> bool {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || ".-_".contains(c);
     !text.is_empty() && text.len() <= MAX_NAME && text.chars().all(is_plain)
 }
@@ -330,5 +322,5 @@ fn parts(provider: Provider, location: &str) -> Result<Vec<String>> {
 fn form(provider: Provider, needed: &str) -> Error {
     let scheme = provider.scheme();
     invalid(format!("{scheme}: needs {needed}"))
-        .with_repair(format!("write {scheme}://BUCKET/VOLUME?credentials_file=/PATH"))
+        .with_repair(format!("write {scheme}://BUCKET/VOLUME"))
 }

@@ -1,40 +1,51 @@
 //! The client of a bucket, with its credentials.
 
-use std::fs::File;
-use std::io::{self, Read};
-use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
+use object_store::ObjectStore;
 use object_store::aws::AmazonS3Builder;
 use object_store::azure::MicrosoftAzureBuilder;
 use object_store::gcp::GoogleCloudStorageBuilder;
-use object_store::{ObjectStore, RetryConfig};
 
 use cleat_backend::CredentialSet;
 use cleat_backend::uri::invalid;
-use cleat_core::error::{Error, Result};
+use cleat_core::error::Result;
 
 use super::bucket::{Bucket, Provider};
-use super::http::Connector;
+use super::certificates::read_roots;
+use super::credentials::credential_file;
+use super::http::{Connector, no_retry};
 use super::keys::Keys;
+use super::origin::Origin;
 
-/// The maximum length of a file with certificates, in bytes.
-const MAX_ROOTS: u64 = 4 << 20;
+/// The client of a bucket.
+#[derive(Clone)]
+pub(super) struct Client {
+    pub(super) store: Arc<dyn ObjectStore>,
+    /// Where its keys come from.
+    pub(super) origin: Origin,
+}
 
 /// Makes the client of a bucket. Sends nothing.
 ///
 /// # Errors
 /// Returns `InvalidArgument` for malformed credentials or certificates, without any content of them.
-pub(super) fn client(bucket: &Bucket, credentials: &CredentialSet) -> Result<Arc<dyn ObjectStore>> {
-    let file = credentials.get(&bucket.credential_file().path)?;
+pub(super) fn client(bucket: &Bucket, credentials: &CredentialSet) -> Result<Client> {
+    let file = credentials.get(&credential_file(bucket).path)?;
     let content = file.bytes();
     let connector = Connector::new(&roots(bucket)?)?;
-    match bucket.provider {
-        Provider::Amazon => amazon(bucket, &Keys::parse(content)?, connector),
+    let has_file = bucket.credentials_file.is_some();
+    let mut origin = if has_file { Origin::File } else { Origin::Environment };
+    let store = match bucket.provider {
+        Provider::Amazon => {
+            let keys = Keys::parse(content)?;
+            origin = keys.origin.filter(|_| !has_file).unwrap_or(origin);
+            amazon(bucket, &keys, connector)
+        }
         Provider::Google => google(bucket, text(content)?, connector),
         Provider::Azure => azure(bucket, text(content)?.trim(), connector),
-    }
+    };
+    Ok(Client { store: store?, origin })
 }
 
 fn amazon(bucket: &Bucket, keys: &Keys, connector: Connector) -> Result<Arc<dyn ObjectStore>> {
@@ -84,39 +95,16 @@ fn built<S: ObjectStore>(
     client: object_store::Result<S>,
     repair: &str,
 ) -> Result<Arc<dyn ObjectStore>> {
-    let malformed = |_| invalid("the file of credentials_file= is malformed").with_repair(repair);
+    let malformed = |_| invalid("the credentials of the store are malformed").with_repair(repair);
     client.map(|client| Arc::new(client) as Arc<dyn ObjectStore>).map_err(malformed)
 }
 
 fn text(content: &[u8]) -> Result<&str> {
     std::str::from_utf8(content)
-        .map_err(|_| invalid("the file of credentials_file= is malformed: it is not UTF-8"))
-}
-
-/// The engine repeats: it has to know which puts may still be executed.
-fn no_retry() -> RetryConfig {
-    RetryConfig { max_retries: 0, retry_timeout: Duration::ZERO, ..RetryConfig::default() }
+        .map_err(|_| invalid("the credentials of the store are malformed: they are not UTF-8"))
 }
 
 /// Returns the certificates that a client of the bucket trusts; empty without TLS.
 fn roots(bucket: &Bucket) -> Result<Vec<u8>> {
-    let Some(path) = bucket.roots_file() else {
-        return match bucket.address().is_secure {
-            false => Ok(Vec::new()),
-            true => Err(invalid("this machine has no file of trusted certificates")
-                .with_repair("install the package ca-certificates, or name a file with ca_file=")),
-        };
-    };
-    read_bounded(&path).map_err(|error| {
-        Error::from_io(format!("cannot read the certificates in {}", path.display()), error)
-    })
-}
-
-fn read_bounded(path: &Path) -> io::Result<Vec<u8>> {
-    let mut content = Vec::new();
-    File::open(path)?.take(MAX_ROOTS + 1).read_to_end(&mut content)?;
-    if content.len() as u64 > MAX_ROOTS {
-        return Err(io::Error::other(format!("the file is longer than {MAX_ROOTS} bytes")));
-    }
-    Ok(content)
+    if bucket.address().is_secure { read_roots(bucket.trusted_file()) } else { Ok(Vec::new()) }
 }

@@ -10,11 +10,11 @@ use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector as TcpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
-use object_store::ClientOptions;
 use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpRequestBody,
     HttpResponse, HttpResponseBody, HttpService,
 };
+use object_store::{ClientOptions, RetryConfig};
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use rustls::{ClientConfig, RootCertStore};
@@ -39,9 +39,16 @@ const MAX_ANSWER: usize = 40 << 20;
 /// The maximum length of the text of an error, in bytes.
 const MAX_ERROR: usize = 64 << 10;
 
+/// The maximum length of an answer with keys, in bytes.
+const MAX_KEYS_ANSWER: usize = 64 << 10;
+
 /// Makes the clients of `object_store`.
 #[derive(Debug, Clone)]
-pub(super) struct Connector(HttpsConnector<TcpConnector>);
+pub(super) struct Connector {
+    https: HttpsConnector<TcpConnector>,
+    max_idle: usize,
+    max_answer: usize,
+}
 
 impl Connector {
     /// Makes a connector that trusts the certificates in `roots`, a file in PEM format.
@@ -71,8 +78,20 @@ impl Connector {
         tcp.set_nodelay(true);
         tcp.set_connect_timeout(Some(CONNECT_TIMEOUT));
         let builder = HttpsConnectorBuilder::new().with_tls_config(config);
-        Ok(Self(builder.https_or_http().enable_http1().wrap_connector(tcp)))
+        let https = builder.https_or_http().enable_http1().wrap_connector(tcp);
+        Ok(Self { https, max_idle: MAX_IDLE, max_answer: MAX_ANSWER })
     }
+
+    /// Returns a connector for services that give keys: it keeps no connection, because each call has a runtime of its own,
+    /// and reads only short answers.
+    pub(super) fn for_keys(self) -> Self {
+        Self { max_idle: 0, max_answer: MAX_KEYS_ANSWER, ..self }
+    }
+}
+
+/// The engine repeats: it has to know which puts may still be executed.
+pub(super) fn no_retry() -> RetryConfig {
+    RetryConfig { max_retries: 0, retry_timeout: Duration::ZERO, ..RetryConfig::default() }
 }
 
 impl HttpConnector for Connector {
@@ -80,20 +99,23 @@ impl HttpConnector for Connector {
         let client = Client::builder(TokioExecutor::new())
             .pool_idle_timeout(IDLE_TIMEOUT)
             .pool_timer(TokioTimer::new())
-            .pool_max_idle_per_host(MAX_IDLE)
-            .build(self.0.clone());
-        Ok(HttpClient::new(Service(client)))
+            .pool_max_idle_per_host(self.max_idle)
+            .build(self.https.clone());
+        Ok(HttpClient::new(Service { client, max_answer: self.max_answer }))
     }
 }
 
 /// A client with its connections.
 #[derive(Debug)]
-struct Service(Client<HttpsConnector<TcpConnector>, HttpRequestBody>);
+struct Service {
+    client: Client<HttpsConnector<TcpConnector>, HttpRequestBody>,
+    max_answer: usize,
+}
 
 #[async_trait]
 impl HttpService for Service {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
-        let answer = self.0.request(request).await;
+        let answer = self.client.request(request).await;
         let answer = answer.map_err(|error| HttpError::new(HttpErrorKind::Unknown, error))?;
         let (head, body) = answer.into_parts();
         if !head.status.is_success() {
@@ -102,7 +124,7 @@ impl HttpService for Service {
             let rejection = Rejection::new(head.status.as_u16(), &text);
             return Err(HttpError::new(HttpErrorKind::Unknown, rejection));
         }
-        let body = Limited::new(body, MAX_ANSWER);
+        let body = Limited::new(body, self.max_answer);
         let body = body.map_err(|error| HttpError::new_boxed(HttpErrorKind::Decode, error));
         Ok(HttpResponse::from_parts(head, HttpResponseBody::new(body)))
     }

@@ -6,6 +6,7 @@ use std::fmt;
 use cleat_object::store::StoreError;
 
 use super::bucket::{Bucket, Provider};
+use super::origin::Origin;
 
 /// The maximum length of the text of a rejection, in characters.
 const MAX_TEXT: usize = 300;
@@ -13,9 +14,9 @@ const MAX_TEXT: usize = 300;
 /// An answer that is no success.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Rejection {
-    status: u16,
-    code: String,
-    message: String,
+    pub(super) status: u16,
+    pub(super) code: String,
+    pub(super) message: String,
 }
 
 impl Rejection {
@@ -32,7 +33,7 @@ impl Rejection {
 }
 
 /// Returns a text of the store as one line without control characters.
-fn plain(text: &str) -> String {
+pub(super) fn plain(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(MAX_TEXT).collect()
 }
 
@@ -45,9 +46,9 @@ impl fmt::Display for Rejection {
 impl StdError for Rejection {}
 
 /// Returns what an error of `object_store` means for the engine.
-pub(super) fn classify(error: &object_store::Error, bucket: &Bucket) -> StoreError {
+pub(super) fn classify(error: &object_store::Error, bucket: &Bucket, origin: Origin) -> StoreError {
     if let Some(rejection) = rejection(error) {
-        return meaning(rejection, bucket);
+        return meaning(rejection, bucket, origin);
     }
     let at = bucket.address().shown();
     if let Some(untrusted) = chain(error).find_map(certificate_error) {
@@ -61,7 +62,7 @@ pub(super) fn classify(error: &object_store::Error, bucket: &Bucket) -> StoreErr
 }
 
 /// Returns why the certificate of a store was refused; `None` for another error.
-fn certificate_error(error: &(dyn StdError + 'static)) -> Option<String> {
+pub(super) fn certificate_error(error: &(dyn StdError + 'static)) -> Option<String> {
     match error.downcast_ref::<rustls::Error>() {
         Some(rustls::Error::InvalidCertificate(why)) => Some(why.to_string()),
         Some(_) => None,
@@ -70,7 +71,7 @@ fn certificate_error(error: &(dyn StdError + 'static)) -> Option<String> {
     }
 }
 
-fn meaning(rejection: &Rejection, bucket: &Bucket) -> StoreError {
+fn meaning(rejection: &Rejection, bucket: &Bucket, origin: Origin) -> StoreError {
     let Rejection { status, code, .. } = rejection;
     let name = &bucket.bucket;
     let refused = |why: &str| StoreError::Refused(format!("{why} (HTTP {status}, {code})"));
@@ -83,15 +84,17 @@ fn meaning(rejection: &Rejection, bucket: &Bucket) -> StoreError {
             refused("the clock of this node differs from that of the store: correct it, with NTP")
         }
         (403, "SignatureDoesNotMatch") => {
-            refused("the secret key in the file of credentials_file= is not that of the access key")
+            refused(&format!("the secret key from {origin} is not that of the access key"))
         }
         (403, "InvalidAccessKeyId") => {
-            refused("the store does not know the access key of credentials_file=")
+            refused(&format!("the store does not know the access key from {origin}"))
         }
         (400 | 403, "ExpiredToken" | "InvalidToken") => {
-            refused("the temporary keys of credentials_file= have expired")
+            refused(&format!("the temporary keys from {origin} have expired"))
         }
-        (401 | 403, _) => refused(&format!("the access key may not do this in the bucket {name}")),
+        (401 | 403, _) => {
+            refused(&format!("the access key from {origin} may not do this in the bucket {name}"))
+        }
         (301 | 307, _) => {
             refused(&format!("the bucket {name} is in another region: name it with region="))
         }
@@ -107,12 +110,14 @@ pub(super) fn is_behind_the_end(error: &object_store::Error) -> bool {
     rejection(error).is_some_and(|rejection| rejection.status == 416)
 }
 
-fn rejection(error: &object_store::Error) -> Option<&Rejection> {
+pub(super) fn rejection(error: &object_store::Error) -> Option<&Rejection> {
     chain(error).find_map(|error| error.downcast_ref::<Rejection>())
 }
 
 /// Returns an error and its sources.
-fn chain(error: &object_store::Error) -> impl Iterator<Item = &(dyn StdError + 'static)> {
+pub(super) fn chain(
+    error: &object_store::Error,
+) -> impl Iterator<Item = &(dyn StdError + 'static)> {
     let first: &(dyn StdError + 'static) = error;
     std::iter::successors(Some(first), |&error| error.source())
 }
@@ -128,7 +133,7 @@ mod tests {
     }
 
     fn found(status: u16, body: &str) -> StoreError {
-        meaning(&Rejection::new(status, body.as_bytes()), &bucket())
+        meaning(&Rejection::new(status, body.as_bytes()), &bucket(), Origin::Instance)
     }
 
     #[test]
@@ -136,10 +141,10 @@ mod tests {
         let error = |code: &str| format!("<Error><Code>{code}</Code><Message>m</Message></Error>");
         for (status, code, part) in [
             (403, "RequestTimeTooSkewed", "clock of this node"),
-            (403, "SignatureDoesNotMatch", "secret key"),
-            (403, "InvalidAccessKeyId", "access key"),
+            (403, "SignatureDoesNotMatch", "secret key from the role of the instance"),
+            (403, "InvalidAccessKeyId", "does not know the access key from the role"),
             (403, "AccessDenied", "may not do this in the bucket bucket"),
-            (400, "ExpiredToken", "have expired"),
+            (400, "ExpiredToken", "keys from the role of the instance have expired"),
             (404, "NoSuchBucket", "bucket bucket does not exist"),
             (301, "PermanentRedirect", "another region"),
             (501, "NotImplemented", "conditional puts"),

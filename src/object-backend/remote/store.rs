@@ -16,7 +16,8 @@ use cleat_object::store::pool::BackOff;
 use cleat_object::store::{Pending, Store, StoreError};
 
 use super::bucket::Bucket;
-use super::client::client;
+use super::client::{Client, client};
+use super::credentials::credential_file;
 use super::hedge::{Budget, hedged};
 use super::rejection::{classify, is_behind_the_end};
 use crate::connection::Connection;
@@ -49,6 +50,9 @@ const MAX_OBJECT: u64 = 32 << 20;
 /// The maximum number of volumes below a prefix.
 const MAX_VOLUMES: usize = 100_000;
 
+/// The interval in which a command looks whether its keys have changed.
+const FOLLOW_INTERVAL: Duration = Duration::from_secs(20);
+
 /// The calls of the management that are repeated.
 const MAX_ATTEMPTS: u32 = 5;
 
@@ -65,7 +69,7 @@ struct RemoteStore {
 /// A client of a bucket, with the threads that it runs on.
 struct Caller {
     bucket: Arc<Bucket>,
-    client: RwLock<Arc<dyn ObjectStore>>,
+    client: RwLock<Client>,
     reads: Arc<Semaphore>,
     changes: Arc<Semaphore>,
     hedges: Arc<Budget>,
@@ -96,7 +100,8 @@ impl Caller {
     where
         F: Future<Output = object_store::Result<T>> + Send + 'static,
     {
-        let client = Arc::clone(&self.client.read().unwrap_or_else(PoisonError::into_inner));
+        let current = self.client.read().unwrap_or_else(PoisonError::into_inner).clone();
+        let Client { store: client, origin } = current;
         let (bucket, slots) = (Arc::clone(&self.bucket), Arc::clone(slots));
         let call = call(client);
         let Some(runtime) = &self.runtime else { return Box::pin(async { Err(ended()) }) };
@@ -104,7 +109,7 @@ impl Caller {
             // The semaphore is never closed.
             let _slot = slots.acquire().await;
             match tokio::time::timeout(timeout, call).await {
-                Ok(result) => result.map_err(|error| classify(&error, &bucket)),
+                Ok(result) => result.map_err(|error| classify(&error, &bucket, origin)),
                 Err(_) => {
                     let (at, seconds) = (bucket.address().shown(), timeout.as_secs());
                     Err(StoreError::Unclear(format!("{at} did not answer in {seconds} s")))
@@ -282,9 +287,11 @@ impl Connection for RemoteHome {
     }
 
     fn renew(&self, credentials: &CredentialSet) -> Result<()> {
-        let renewed = client(&self.0.bucket, credentials)?;
-        *self.0.client.write().unwrap_or_else(PoisonError::into_inner) = renewed;
-        Ok(())
+        self.0.renew(credentials)
+    }
+
+    fn follow(&self) {
+        self.0.follow(FOLLOW_INTERVAL);
     }
 }
 
@@ -315,6 +322,46 @@ impl Caller {
                 None => read().await,
             }
         })
+    }
+
+    fn renew(&self, credentials: &CredentialSet) -> Result<()> {
+        let renewed = client(&self.bucket, credentials)?;
+        *self.client.write().unwrap_or_else(PoisonError::into_inner) = renewed;
+        Ok(())
+    }
+
+    /// Uses keys that have changed, until the client is dropped.
+    fn follow(self: &Arc<Self>, interval: Duration) {
+        let Some(runtime) = &self.runtime else { return };
+        let (caller, file) = (Arc::downgrade(self), credential_file(&self.bucket));
+        runtime.spawn(async move {
+            let mut known = None;
+            loop {
+                tokio::time::sleep(interval).await;
+                let named = file.clone();
+                let reading = tokio::task::spawn_blocking(move || {
+                    let (opened, version) = named.open_with_version()?;
+                    let secret = named.read(&opened)?;
+                    Ok::<_, Error>((CredentialSet::with(named.path, secret), version))
+                });
+                // An error means that the runtime ends.
+                let Ok(found) = reading.await else { return };
+                let Some(caller) = caller.upgrade() else { return };
+                let renewed = found.and_then(|(credentials, version)| {
+                    if known == Some(version) {
+                        Ok(version)
+                    } else {
+                        caller.renew(&credentials).map(|()| version)
+                    }
+                });
+                match renewed {
+                    Ok(version) => known = Some(version),
+                    Err(error) => {
+                        tracing::warn!("the present keys stay in use: {}", error.report());
+                    }
+                }
+            }
+        });
     }
 
     /// Succeeds if there is no such object.
@@ -402,6 +449,8 @@ mod tests {
     use cleat_backend::uri::Options;
     use std::io::{Read, Write};
     use std::net::TcpListener;
+    use std::os::unix::fs::PermissionsExt;
+    use std::sync::mpsc;
     use std::thread;
     use zeroize::Zeroizing;
 
@@ -445,6 +494,57 @@ mod tests {
         for _ in 0..40 {
             let read = home.0.read("a/v/desc".to_owned(), 0..4);
             assert_eq!(block_until(after(READ_TIMEOUT / 2), read), Some(Ok(b"data".to_vec())));
+        }
+    }
+
+    /// Answers as [`serve`] does, and sends the access key of each request.
+    fn serve_noting(listener: &TcpListener, ids: &mpsc::Sender<String>) {
+        for mut stream in listener.incoming().flatten() {
+            let mut request = [0; 4096];
+            let length = stream.read(&mut request).unwrap_or(0);
+            let text = String::from_utf8_lossy(&request[..length]).into_owned();
+            let id = text.split_once("Credential=").and_then(|(_, rest)| rest.split_once('/'));
+            let _ = ids.send(id.map(|(id, _)| id.to_owned()).unwrap_or_default());
+            let _ = stream
+                .write_all(b"HTTP/1.1 404 None\r\nConnection: close\r\n\r\n<Code>NoSuchKey</Code>");
+        }
+    }
+
+    #[test]
+    fn a_command_uses_keys_that_have_changed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("keys");
+        let write = |id: &str| {
+            let next = directory.path().join("next");
+            std::fs::write(&next, format!("aws_access_key_id={id}\naws_secret_access_key=b\n"))
+                .unwrap();
+            std::fs::set_permissions(&next, PermissionsExt::from_mode(0o600)).unwrap();
+            std::fs::rename(&next, &path).unwrap();
+        };
+        write("first");
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let options = format!(
+            "credentials_file={}&endpoint=http://{}",
+            path.display(),
+            listener.local_addr().unwrap()
+        );
+        let (sender, ids) = mpsc::channel();
+        thread::spawn(move || serve_noting(&listener, &sender));
+        let options = Options::parse(&options).unwrap();
+        let (bucket, _) = Bucket::parse_volume(Provider::Amazon, "//bucket/a/v", options).unwrap();
+        let credentials = CredentialSet::load(&[credential_file(&bucket)]).unwrap();
+        let home = RemoteHome::connect(&bucket, &credentials).unwrap();
+        home.0.follow(Duration::from_millis(5));
+        let id = || {
+            let read = home.0.read("a/v/desc".to_owned(), 0..4);
+            assert_eq!(block_until(after(READ_TIMEOUT), read), Some(Err(StoreError::NotFound)));
+            ids.recv().unwrap()
+        };
+        assert_eq!(id(), "first");
+        write("second");
+        let until = after(CALL_TIMEOUT);
+        while id() != "second" {
+            assert!(after(Duration::ZERO) < until, "the first key is still in use");
         }
     }
 

@@ -91,6 +91,7 @@ impl Encryption {
             option: "passphrase_file",
             max_bytes: MAX_PASSPHRASE,
             is_followed: false,
+            source: None,
         })
     }
 }

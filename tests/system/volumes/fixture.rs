@@ -45,9 +45,15 @@ impl Run {
 
 /// Runs `cleat volume` with the arguments `words`.
 pub(crate) fn volume(words: &[&str]) -> Run {
+    volume_with(words, &[])
+}
+
+/// Runs [`volume`] with more variables in its environment.
+pub(crate) fn volume_with(words: &[&str], variables: &[(&str, &str)]) -> Run {
     let mut command = Command::new("timeout");
     command.arg(LIMIT_S).arg(env!("CARGO_BIN_EXE_cleat")).arg("volume").args(words);
-    Run::of(clean(&mut command).output().expect("cleat starts"))
+    let command = clean(&mut command).envs(variables.iter().copied());
+    Run::of(command.output().expect("cleat starts"))
 }
 
 /// Runs [`volume`], checks that it succeeds, and returns whether it changed anything.

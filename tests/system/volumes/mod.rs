@@ -1,8 +1,9 @@
-//! `cleat volume` on a real cluster, with results checked by `rbd`, and on files.
+//! `cleat volume` on a real cluster, with results checked by `rbd`, and on files and in MinIO.
 
 mod basic;
 mod claims;
 mod copies;
+mod credentials;
 mod files;
 pub(crate) mod fixture;
 mod interrupts;
