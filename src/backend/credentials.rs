@@ -74,11 +74,16 @@ impl CredentialFile {
     /// otherwise. The repair is a command or the option to change. For a key it fails as [`KernelKey::secret`] does, and
     /// returns `NotFound` if there is no such key.
     pub fn open(&self) -> Result<File> {
-        self.open_with_version().map(|(file, _)| file)
+        let (file, _) = self.open_with_version()?;
+        if file.metadata().is_ok_and(|metadata| metadata.is_file() && metadata.mode() & 0o004 != 0)
+        {
+            tracing::warn!("all users may read the {self}: chmod 600 {}", self.path.display());
+        }
+        Ok(file)
     }
 
-    /// Opens the file as [`CredentialFile::open`] does. Returns the version of its content, too. A key of the kernel has
-    /// always the same one.
+    /// Opens the file as [`CredentialFile::open`] does, without the warning: for callers that look again and again. Returns
+    /// the version of its content, too. A key of the kernel has always the same one.
     ///
     /// # Errors
     /// As [`CredentialFile::open`].
@@ -117,9 +122,6 @@ impl CredentialFile {
             let why =
                 format!("can be written by other users (mode {:03o})", metadata.mode() & 0o777);
             return refused(why, format!("chmod go-w {shown}"));
-        }
-        if metadata.mode() & 0o004 != 0 {
-            tracing::warn!("all users may read the {self}: chmod 600 {shown}");
         }
         let version = CredentialVersion::of(&metadata);
         Ok((file, version))

@@ -2,6 +2,7 @@
 //! of them; where the URI names no file, a backend may find the secret in this process. Each new worker gets the files
 //! as they are when it starts.
 
+use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,7 +32,7 @@ pub(crate) struct OpenCredentials {
     pub(crate) paths: Vec<String>,
     /// The descriptors.
     pub(crate) descriptors: Vec<OwnedFd>,
-    /// The versions of the contents.
+    /// The versions of the contents, after a check.
     pub(crate) versions: Vec<CredentialVersion>,
 }
 
@@ -57,7 +58,7 @@ pub(crate) async fn open_credentials(
         let permit = permits.acquire_owned().await;
         let opened = with_own_limit(move || {
             let _permit = permit;
-            open(&files)
+            open(&files, |file| Ok((file.open()?, None)))
         });
         opened.await
     };
@@ -80,12 +81,17 @@ pub(crate) async fn open_for_check(
     let permit = Arc::clone(&cx.credential_checks).acquire_owned().await;
     let opened = with_own_limit(move || {
         let _permit = permit;
-        open(&files)
+        open(&files, |file| {
+            file.open_with_version().map(|(opened, version)| (opened, Some(version)))
+        })
     });
     opened.await
 }
 
-fn open(files: &[CredentialFile]) -> Result<OpenCredentials> {
+fn open(
+    files: &[CredentialFile],
+    open_one: impl Fn(&CredentialFile) -> Result<(File, Option<CredentialVersion>)>,
+) -> Result<OpenCredentials> {
     let mut open = OpenCredentials::default();
     for file in files {
         let Some(path) = file.path.to_str() else {
@@ -93,9 +99,9 @@ fn open(files: &[CredentialFile]) -> Result<OpenCredentials> {
             return Err(Error::new(ErrorKind::InvalidArgument, message)
                 .with_repair(format!("write the {} to a file with another name", file.what)));
         };
-        let (descriptor, version) = file.open_with_version()?;
+        let (descriptor, version) = open_one(file)?;
         open.descriptors.push(descriptor.into());
-        open.versions.push(version);
+        open.versions.extend(version);
         open.paths.push(path.to_owned());
     }
     Ok(open)

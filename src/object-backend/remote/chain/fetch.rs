@@ -72,7 +72,7 @@ pub(super) fn provider(
 pub(super) fn keys(provider: &AwsCredentialProvider, service: &Service) -> Result<Keys, Failure> {
     // `object_store` reads the file without these checks.
     if let Some(file) = service.token_file() {
-        let token = file.open().and_then(|opened| file.read(&opened));
+        let token = file.open_with_version().and_then(|(opened, _)| file.read(&opened));
         token.map_err(|error| failed(service, &error))?;
     }
     let timeout = match service {

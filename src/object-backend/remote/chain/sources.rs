@@ -249,6 +249,7 @@ fn named(path: PathBuf, what: &'static str, option: &'static str) -> CredentialF
 }
 
 fn read(file: &CredentialFile) -> Result<Zeroizing<Vec<u8>>> {
-    let content = file.read(&file.open()?)?;
+    let (opened, _) = file.open_with_version()?;
+    let content = file.read(&opened)?;
     Ok(Zeroizing::new(content.bytes().to_vec()))
 }
