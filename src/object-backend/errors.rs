@@ -51,8 +51,13 @@ pub(crate) fn failed(name: &str, failure: Failure) -> Error {
         }
         Failure::HasClones => {
             return Error::new(ErrorKind::InUse, format!("{name}: the snapshot has clones"))
-                .with_repair("remove the clones first");
+                .with_repair("remove the clones first, or flatten them: cleat volume flatten");
         }
+        Failure::NeedParent(_) => (
+            ErrorKind::InUse,
+            format!("{name} cannot be made independent of its parent"),
+            "remove these snapshots first: cleat volume snapshot remove; then repeat the command",
+        ),
         Failure::Stale { .. } => (
             ErrorKind::Fenced,
             format!("another client has written to {name} since this mapping has"),

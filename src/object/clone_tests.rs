@@ -119,13 +119,17 @@ fn a_clone_of_a_clone_keeps_its_content_and_its_snapshot() {
 type Event = Box<dyn FnOnce() + Send>;
 
 /// A store in which something happens before the first put of a name with a prefix.
-struct Interposed {
+pub(crate) struct Interposed {
     inner: Arc<Memory>,
     event: Mutex<Option<(&'static str, Event)>>,
 }
 
 impl Interposed {
-    fn before(&self, prefix: &'static str, event: impl FnOnce() + Send + 'static) {
+    pub(crate) fn of(inner: &Arc<Memory>) -> Self {
+        Self { inner: Arc::clone(inner), event: Mutex::new(None) }
+    }
+
+    pub(crate) fn before(&self, prefix: &'static str, event: impl FnOnce() + Send + 'static) {
         *self.event.lock().unwrap() = Some((prefix, Box::new(event)));
     }
 }
@@ -178,7 +182,7 @@ struct Pair {
 impl Pair {
     fn new() -> Self {
         let memory = Arc::<Memory>::default();
-        let store = Arc::new(Interposed { inner: Arc::clone(&memory), event: Mutex::new(None) });
+        let store = Arc::new(Interposed::of(&memory));
         let stores: [Arc<dyn Store>; 2] = [Arc::clone(&store) as _, Arc::<Memory>::default()];
         create(&stores[0], 1 << 20);
         let volume = open(&stores[0], 10, Config::default()).unwrap();

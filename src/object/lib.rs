@@ -19,6 +19,8 @@ pub mod cache;
 mod clone_tests;
 pub mod codec;
 pub mod encryption;
+#[cfg(test)]
+mod flatten_tests;
 pub mod map;
 #[cfg(test)]
 mod model;

@@ -52,6 +52,8 @@ pub enum Name {
     },
     /// The checkpoint that covers the history up to and including a slot.
     Checkpoint(Position),
+    /// The statement that the volume, a clone, needs no object of its parent.
+    Flat,
     /// The reference of a clone to a snapshot of this volume.
     Pin(SnapshotId, VolumeId),
     /// The token of an attempt to delete a snapshot.
@@ -78,6 +80,7 @@ impl Name {
         let pair = || Some((number(first?)?, number(second?)?));
         Some(match (kind, second) {
             ("desc", None) if first.is_none() => Self::Description,
+            ("flat", None) if first.is_none() => Self::Flat,
             ("epoch", None) => Self::Claim(number(first?)?),
             ("free", None) => Self::Release(number(first?)?),
             ("log", _) => pair().map(|(epoch, slot)| Self::Slot(Position { epoch, slot }))?,
@@ -100,6 +103,7 @@ impl fmt::Display for Name {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Description => f.write_str("desc"),
+            Self::Flat => f.write_str("flat"),
             Self::Claim(epoch) => write!(f, "epoch/{epoch:016x}"),
             Self::Release(epoch) => write!(f, "free/{epoch:016x}"),
             Self::Slot(at) => write!(f, "log/{:016x}/{:016x}", at.epoch, at.slot),
@@ -154,6 +158,7 @@ mod tests {
         let snapshot = any::<(u64, u64)>().prop_map(|(epoch, number)| SnapshotId { epoch, number });
         let position = any::<(u64, u64)>().prop_map(|(epoch, slot)| Position { epoch, slot });
         prop_oneof![
+            Just(Name::Flat),
             Just(Name::Description),
             any::<u64>().prop_map(Name::Claim),
             any::<u64>().prop_map(Name::Release),

@@ -52,6 +52,14 @@ pub(crate) enum Rule {
     TailCut,
     /// (26) Records of the tail memory are appended only to the history that they continue.
     TailOwner,
+    /// (27) What the clone has written since is not copied over.
+    Copy,
+    /// (28) A clone needs its parent until a base without a reference to it is confirmed.
+    OwnBase,
+    /// (28) A clone needs its parent as long as a snapshot does.
+    OwnSnapshots,
+    /// (29) The pin is removed after `flat` was created.
+    FlatFirst,
 }
 
 /// Returns whether a rule applies: always, except in tests that leave one out.

@@ -16,6 +16,8 @@ mod cloning;
 mod collect;
 mod extents;
 mod fetch;
+mod flatten;
+mod flattening;
 mod keep;
 mod lineage;
 mod opening;
@@ -42,6 +44,7 @@ use std::sync::Arc;
 pub use access::Failure;
 pub use check::{Check, Defect, Depth, WrongUsage};
 pub use cloning::NewClone;
+pub use flattening::Flattening;
 pub use keep::Keep;
 pub use lineage::Parents;
 pub use place::{Newest, Place};
@@ -379,7 +382,11 @@ impl Volume {
     /// # Errors
     /// Returns an error if the volume has failed; nothing is in progress then, except for puts without an answer.
     pub async fn pause(&self) -> Result<(), Failure> {
-        self.0.lock().pause.is_wanted = true;
+        {
+            let mut state = self.0.lock();
+            state.pause.is_wanted = true;
+            state.changed();
+        }
         self.0.wait(|state| (state.pause.running == 0 && state.tail.is_quiet()).then_some(())).await
     }
 
@@ -388,6 +395,32 @@ impl Volume {
         let mut state = self.0.lock();
         state.pause.is_wanted = false;
         state.changed();
+    }
+
+    /// Lets the work in the background copy what the volume, a clone, still reads from its parent. A flattening that was
+    /// stopped or has failed begins again, and copies only what was not copied.
+    pub fn start_flatten(&self) {
+        self.0.start_flatten();
+    }
+
+    /// Ends a flattening that is in progress. What was copied stays copied.
+    pub fn stop_flatten(&self) {
+        self.0.stop_flatten();
+    }
+
+    /// How far the flattening is.
+    pub fn flattening(&self) -> Flattening {
+        self.0.flattening()
+    }
+
+    /// Starts a flattening, and waits until it has ended. `progress` gets the bytes of the volume that were looked at, and
+    /// all; it can stop the flattening. [`Place::make_independent`] may follow.
+    ///
+    /// # Errors
+    /// Returns [`Failure::NeedParent`] if snapshots of the volume need its parent, `Invalid` if the flattening was
+    /// stopped, and another error if the volume or the parent is damaged, or if the volume has failed.
+    pub async fn flatten(&self, progress: Progress<'_>) -> Result<(), Failure> {
+        self.0.follow_flatten(progress).await
     }
 
     /// Asks for a checkpoint. It is written in the background.
@@ -435,6 +468,7 @@ impl Volume {
         }
         parts.push(Box::pin(shared.apply()));
         parts.push(Box::pin(shared.collect()));
+        parts.push(Box::pin(shared.flatten()));
         for _ in 0..read_ahead::STEPS {
             parts.push(Box::pin(shared.read_ahead()));
         }

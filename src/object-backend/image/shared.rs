@@ -220,6 +220,7 @@ impl Shared {
             Failure::Store { .. }
             | Failure::NoSnapshot
             | Failure::HasClones
+            | Failure::NeedParent(_)
             | Failure::Locked
             | Failure::WrongKey
             | Failure::NotEncrypted

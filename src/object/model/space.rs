@@ -41,6 +41,8 @@ enum Cloner {
     Chosen(u8),
     Pinned(u8),
     Open(u8),
+    /// A base of the clone is confirmed that refers to nothing of the volume.
+    Own(u8),
     Ended,
 }
 
@@ -89,6 +91,7 @@ enum Rule {
     KeepToken,
     UniqueToken,
     OwnObjects,
+    OwnBase,
 }
 
 struct Space {
@@ -263,10 +266,17 @@ impl Space {
             Cloner::Pinned(id) => go("is open", id, State { cloner: Cloner::Open(id), ..*s }),
             Cloner::Open(id) => {
                 go("ends", id, State { cloner: Cloner::Ended, has_pin: false, ..*s });
+                go("confirms an own base", id, State { cloner: Cloner::Own(id), ..*s });
+                if !self.has(Rule::OwnBase) {
+                    go("has copied and unpins", id, State { has_pin: false, ..*s });
+                }
                 if !self.has(Rule::OwnObjects) {
                     let free_slots = s.free_slots | self.needs_of(s, id).slots;
                     go("overwrites and collects", id, State { free_slots, ..*s });
                 }
+            }
+            Cloner::Own(id) => {
+                go("unpins", id, State { cloner: Cloner::Ended, has_pin: false, ..*s });
             }
             Cloner::Ended => {}
         }
@@ -474,7 +484,7 @@ fn no_object_is_deleted_that_a_view_needs() {
 fn every_rule_of_collection_and_snapshots_is_needed() {
     use Rule::{
         Conditional, Confirmed, DeletedSnapshots, KeepSnapshots, KeepToken, LaterSnapshots,
-        LookForToken, OwnObjects, SnapshotBase, Tail, TokenFirst, UniqueToken,
+        LookForToken, OwnBase, OwnObjects, SnapshotBase, Tail, TokenFirst, UniqueToken,
     };
     let alone = [
         Conditional,
@@ -485,7 +495,7 @@ fn every_rule_of_collection_and_snapshots_is_needed() {
         DeletedSnapshots,
         SnapshotBase,
     ];
-    let cloned = [LookForToken, TokenFirst, KeepToken, UniqueToken, OwnObjects];
+    let cloned = [LookForToken, TokenFirst, KeepToken, UniqueToken, OwnObjects, OwnBase];
     let rules = alone.map(|rule| (rule, false)).into_iter().chain(cloned.map(|rule| (rule, true)));
     for (rule, with_clone) in rules {
         let without = Some(rule);

@@ -66,6 +66,9 @@ pub enum Failure {
     /// A clone needs the snapshot.
     #[error("the snapshot has clones")]
     HasClones,
+    /// Snapshots of a clone need its parent: these, and maybe more.
+    #[error("snapshots of the volume read from its parent: {}", .0.join(", "))]
+    NeedParent(Vec<String>),
     /// Another client has opened the volume since this mapping has written to it.
     #[error(
         "another client has opened the volume, and {bytes} bytes of acknowledged writes, which no flush has covered, \
@@ -191,7 +194,7 @@ impl Access {
     pub(super) fn of(&self, ancestor: u8) -> Result<&Self, Failure> {
         let mut access = self;
         for _ in 0..ancestor {
-            let parent = access.parent().ok_or(Failure::Unsupported("a parent"))?;
+            let parent = access.parent().ok_or(Failure::Lost(Name::Description))?;
             access = &parent.access;
         }
         Ok(access)
@@ -356,6 +359,11 @@ impl Access {
                 }
             }
         }
+    }
+
+    /// Whether an object exists.
+    pub(super) async fn exists(&self, name: Name) -> Result<bool, Failure> {
+        Ok(self.read(name, 0..1).await?.is_some())
     }
 
     /// Reads and decodes the header of an object, or all of an object that has no data; `None` if there is no

@@ -95,6 +95,27 @@ impl Place {
         pinned(self.access(), snapshot).await
     }
 
+    /// What the volume was cloned from; `None` also for a clone that needs it no more.
+    pub fn parent(&self) -> Option<&Parent> {
+        self.description().parent.as_ref().filter(|_| self.access().parent().is_some())
+    }
+
+    /// Makes a clone independent of its parent, whose snapshot may be deleted then. Every opener that has found the
+    /// parent before can go on. Only after [`super::Volume::flatten`] has ended with success, in any epoch.
+    ///
+    /// # Errors
+    /// Returns an error if the store fails; repeat the call then.
+    pub async fn make_independent(&self) -> Result<(), Failure> {
+        if self.parent().is_none() {
+            return Ok(());
+        }
+        if !applies(Rule::FlatFirst) {
+            self.unpin().await?;
+        }
+        self.access().create_empty(Name::Flat).await?;
+        self.unpin().await
+    }
+
     /// Returns whether the parent keeps what this clone needs. It does unless the clone's creation was interrupted, or
     /// its removal has begun.
     ///
@@ -123,6 +144,14 @@ impl Place {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Ends the need of a clone for a snapshot of this volume. The clone is removed, or independent.
+    ///
+    /// # Errors
+    /// Returns an error if the store fails.
+    pub async fn remove_pin(&self, snapshot: SnapshotId, clone: VolumeId) -> Result<(), Failure> {
+        self.access().delete(Name::Pin(snapshot, clone)).await
     }
 }
 

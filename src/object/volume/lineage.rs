@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::access::{Access, Ancestor, Failure};
-use crate::codec::Description;
+use crate::codec::{Description, Parent};
 use crate::encryption::KeyFile;
 use crate::name::{Name, Nonce, VolumeId};
 use crate::store::{Store, StoreError};
@@ -41,21 +41,18 @@ pub(super) async fn find(
     key: Option<&KeyFile>,
 ) -> Result<Ancestor, Failure> {
     let mut found = vec![describe(store, nonce).await?];
-    while let Some(parent) = found.last().and_then(|(_, description)| description.parent.clone()) {
+    while let Some((store, description)) = found.last()
+        && let Some(parent) = &description.parent
+        && !is_flat(store, description.volume, nonce).await?
+    {
         if found.len() >= MAX_DEPTH {
             return Err(Failure::Unsupported("a clone of a clone, more than 16 times"));
         }
-        let name = Name::Description.to_string();
-        let store = parents.store(&parent.location);
-        let store = store.map_err(|error| match error {
-            StoreError::NotFound => Failure::Lost(Name::Description),
-            error => Failure::Store { name, error },
-        })?;
-        let (store, description) = describe(store, nonce).await?;
-        if description.volume != parent.volume {
-            return Err(Failure::Lost(Name::Description));
+        match describe_parent(parents, parent, nonce).await {
+            // It may have been flattened, and the parent removed, since the look.
+            Err(Failure::Lost(_)) if is_flat(store, description.volume, nonce).await? => break,
+            other => found.push(other?),
         }
-        found.push((store, description));
     }
     let mut behind = None;
     for (store, description) in found.into_iter().rev() {
@@ -64,6 +61,28 @@ pub(super) async fn find(
         behind = Some(Ancestor { access, description });
     }
     behind.ok_or(Failure::Lost(Name::Description))
+}
+
+/// Whether a clone needs no parent any more.
+async fn is_flat(store: &Arc<dyn Store>, volume: VolumeId, nonce: Nonce) -> Result<bool, Failure> {
+    Access::new(Arc::clone(store), volume, nonce).exists(Name::Flat).await
+}
+
+/// Finds a parent, and reads its description.
+async fn describe_parent(
+    parents: &dyn Parents,
+    parent: &Parent,
+    nonce: Nonce,
+) -> Result<(Arc<dyn Store>, Description), Failure> {
+    let store = parents.store(&parent.location).map_err(|error| match error {
+        StoreError::NotFound => Failure::Lost(Name::Description),
+        error => Failure::Store { name: Name::Description.to_string(), error },
+    })?;
+    let found = describe(store, nonce).await?;
+    match found.1.volume == parent.volume {
+        true => Ok(found),
+        false => Err(Failure::Lost(Name::Description)),
+    }
 }
 
 /// Reads the description of a volume.

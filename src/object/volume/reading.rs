@@ -59,6 +59,11 @@ impl Shared {
     pub(super) async fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), Failure> {
         self.check_range(offset, buffer.len() as u64)?;
         self.note_read(offset, buffer.len() as u64);
+        self.read_parts(offset, buffer).await
+    }
+
+    /// Reads a range that was checked, and reads nothing ahead.
+    pub(super) async fn read_parts(&self, offset: u64, buffer: &mut [u8]) -> Result<(), Failure> {
         let mut offset = offset;
         for part in buffer.chunks_mut(SPAN_BYTES) {
             self.read_span(offset, part).await?;

@@ -94,6 +94,8 @@ pub(super) async fn replay_damaged(
     let leaves = size.div_ceil(description.page_bytes.into());
     let inherited = match (base, &description.parent, access.parent()) {
         (None, Some(parent), Some(ancestor)) => Some(inherit(ancestor, parent, &config).await?),
+        // A clone that was flattened has a checkpoint.
+        (None, Some(_), None) => return Err(Failure::Lost(Name::Description)),
         _ => None,
     };
     let map = inherited.unwrap_or_else(|| table::Table::new(root, leaves, config.map_bytes));

@@ -23,18 +23,20 @@ impl Shared {
 
     /// Waits until the tail has room for `bytes` of data. An empty tail has room for any request.
     pub(super) async fn admit(&self, bytes: usize) -> Result<(), Failure> {
-        self.wait(|state| {
-            let has_room = self.has_room_in(state, bytes);
-            let tail = &mut state.tail;
-            let is_full = tail.open_bytes() + bytes > self.config.object_bytes || !has_room;
-            let is_long = tail.open_records() >= self.config.object_records;
-            if tail.open_records() > 0 && (is_full || is_long) {
-                tail.close();
-                state.changed();
-            }
-            (has_room && state.tail.slots.len() < self.config.tail_slots).then_some(())
-        })
-        .await
+        self.wait(|state| self.admits(state, bytes).then_some(())).await
+    }
+
+    /// Whether the tail has room for `bytes` of data. Closes the open batch if they do not fit into it.
+    pub(super) fn admits(&self, state: &mut State, bytes: usize) -> bool {
+        let has_room = self.has_room_in(state, bytes);
+        let tail = &mut state.tail;
+        let is_full = tail.open_bytes() + bytes > self.config.object_bytes || !has_room;
+        let is_long = tail.open_records() >= self.config.object_records;
+        if tail.open_records() > 0 && (is_full || is_long) {
+            tail.close();
+            state.changed();
+        }
+        has_room && state.tail.slots.len() < self.config.tail_slots
     }
 
     /// Whether a write of this many bytes need not wait.

@@ -9,6 +9,7 @@ use std::task::{Poll, Waker};
 use super::Config;
 use super::access::{Access, Failure};
 use super::ahead::ReadAhead;
+use super::flattening::Phase;
 use super::snapshots::Snapshots;
 use super::table::{self, Missing, inherited_entries, inherited_pages};
 use super::tail::Tail;
@@ -54,6 +55,7 @@ pub(super) struct State {
     /// The bytes that were written since the volume was opened, without those of the collector.
     pub(super) written_bytes: u64,
     pub(super) pause: Pause,
+    pub(super) flatten: Phase,
     failure: Option<Failure>,
     wakers: Vec<Waker>,
 }
@@ -183,6 +185,7 @@ impl Shared {
             applied_size: size,
             written_bytes: 0,
             pause: Pause::default(),
+            flatten: Phase::default(),
             failure: None,
             wakers: Vec::new(),
         };

@@ -207,6 +207,11 @@ impl Snapshots {
         self.needing(None).map(|snapshot| (snapshot.id, snapshot.history.base)).collect()
     }
 
+    /// The snapshots that a replay may still need, with whether they exist.
+    pub(super) fn known(&self) -> impl Iterator<Item = (&Snapshot, bool)> {
+        self.known.iter().map(|known| (&known.snapshot, known.deleted.is_none()))
+    }
+
     /// The snapshots whose objects are kept; with `covered`, without those whose deletion this slot covers.
     fn needing(&self, covered: Option<Position>) -> impl Iterator<Item = &Snapshot> {
         let is_needed = move |known: &&Known| {
