@@ -1,5 +1,5 @@
-//! Changes of a volume that another client serves: of its snapshots, and of its size. Only its writer may append to
-//! the log, so a command asks the writer through the store:
+//! Changes of a volume that another client serves: of its snapshots and its size, and its flattening. Only its writer
+//! may append to the log, so a command asks the writer through the store:
 //!
 //! ```text
 //! ask/NUMBER       created by the command, deleted by the writer
@@ -16,9 +16,10 @@ use std::time::{Duration, Instant};
 use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_object::store::{Store, StoreError};
-use cleat_object::volume::{Failure, Volume};
+use cleat_object::volume::{Failure, Flattening, Volume};
 use serde::{Deserialize, Serialize};
 
+use crate::errors;
 use crate::executor::block_until;
 use crate::nonce::token;
 
@@ -44,6 +45,19 @@ pub(crate) enum Change {
     Delete { name: String },
     /// Give the volume at least this size, in bytes.
     Grow { size: u64 },
+    /// Copy what the volume reads from its parent, in the background. The answer says how far that is.
+    Flatten,
+    /// End that.
+    StopFlatten,
+}
+
+/// The result of a change.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Outcome {
+    /// Whether anything has changed.
+    pub(crate) changed: bool,
+    /// The bytes that are done, and all, of a change that goes on in the background.
+    pub(crate) progress: Option<(u64, u64)>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -60,6 +74,29 @@ struct Answer {
     changed: bool,
     /// Why the change has failed.
     error: Option<String>,
+    /// The bytes that are done, and all, of a change that goes on.
+    #[serde(default)]
+    progress: Option<(u64, u64)>,
+    /// The snapshots that read from the parent, if the change has failed for that.
+    #[serde(default)]
+    need_parent: Vec<String>,
+}
+
+impl Answer {
+    fn of(done: std::result::Result<Outcome, Failure>) -> Self {
+        match done {
+            Ok(Outcome { changed, progress }) => {
+                Self { changed, error: None, progress, need_parent: Vec::new() }
+            }
+            Err(failure) => {
+                let (error, need_parent) = match failure {
+                    Failure::NeedParent(snapshots) => (None, snapshots),
+                    failure => (Some(failure.to_string()), Vec::new()),
+                };
+                Self { changed: false, error, progress: None, need_parent }
+            }
+        }
+    }
 }
 
 fn request_name(number: u64) -> String {
@@ -70,30 +107,65 @@ fn answer_name(number: u64) -> String {
     format!("answer/{number:016x}")
 }
 
-/// Carries a change out. Returns whether it has changed anything.
+/// Carries a change out.
 ///
 /// # Errors
 /// Returns the failure of the volume.
 pub(crate) async fn execute(
     volume: &Volume,
     change: &Change,
-) -> std::result::Result<bool, Failure> {
+) -> std::result::Result<Outcome, Failure> {
     let found = |wanted: &str| volume.snapshots().into_iter().find(|found| found.name == wanted);
-    match change {
-        Change::Take { name, .. } if found(name).is_some() => Ok(false),
+    let changed = match change {
+        Change::Take { name, .. } if found(name).is_some() => false,
         Change::Take { name, created_at_s } => {
-            volume.take_snapshot(name, *created_at_s).await.map(|_| true)
+            volume.take_snapshot(name, *created_at_s).await?;
+            true
         }
         Change::Delete { name } => match found(name) {
-            Some(snapshot) => volume.delete_snapshot(snapshot.id).await.map(|()| true),
-            None => Ok(false),
+            Some(snapshot) => {
+                volume.delete_snapshot(snapshot.id).await?;
+                true
+            }
+            None => false,
         },
-        Change::Grow { size } if volume.size() >= *size => Ok(false),
-        Change::Grow { size } => volume.grow(*size).await.map(|()| true),
+        Change::Grow { size } if volume.size() >= *size => false,
+        Change::Grow { size } => {
+            volume.grow(*size).await?;
+            true
+        }
+        Change::Flatten => return flatten(volume),
+        Change::StopFlatten => {
+            volume.stop_flatten();
+            true
+        }
+    };
+    Ok(Outcome { changed, progress: None })
+}
+
+/// Starts a flattening, or says how far it is. A failure is reported once; the next call starts it again.
+fn flatten(volume: &Volume) -> std::result::Result<Outcome, Failure> {
+    let now = match volume.flattening() {
+        Flattening::Idle => {
+            volume.start_flatten();
+            volume.flattening()
+        }
+        now => now,
+    };
+    match now {
+        Flattening::Failed(failure) => {
+            volume.stop_flatten();
+            Err(failure)
+        }
+        Flattening::Done => Ok(Outcome { changed: true, progress: None }),
+        Flattening::Running { done, total } => {
+            Ok(Outcome { changed: true, progress: Some((done, total)) })
+        }
+        Flattening::Idle => Err(Failure::Invalid("the flattening was stopped")),
     }
 }
 
-/// Asks the writer of `epoch` to carry a change out, and waits for its answer. Returns whether it has changed anything.
+/// Asks the writer of `epoch` to carry a change out, and waits for its answer.
 ///
 /// # Errors
 /// Returns `InUse` if the writer does not answer until `deadline`; it may still carry the change out. Otherwise
@@ -103,7 +175,7 @@ pub(crate) fn ask(
     shown: &str,
     (epoch, change): (u64, &Change),
     deadline: Instant,
-) -> Result<bool> {
+) -> Result<Outcome> {
     let failed = |error: StoreError| {
         Error::new(ErrorKind::Unavailable, format!("the store of {shown} fails: {error}"))
             .with_repair("check that the store can be reached, then repeat the command")
@@ -138,13 +210,17 @@ pub(crate) fn ask(
     ))
 }
 
-fn result(bytes: &[u8], shown: &str) -> Result<bool> {
+fn result(bytes: &[u8], shown: &str) -> Result<Outcome> {
     let answer: Answer = serde_json::from_slice(bytes).map_err(|error| {
         let message = format!("the client of {shown} has given an answer that cannot be read");
         Error::new(ErrorKind::Internal, message).with_source(error)
     })?;
-    match answer.error {
-        None => Ok(answer.changed),
+    let Answer { changed, error, progress, need_parent } = answer;
+    if !need_parent.is_empty() {
+        return Err(errors::failed(shown, Failure::NeedParent(need_parent)));
+    }
+    match error {
+        None => Ok(Outcome { changed, progress }),
         Some(reason) => {
             let message = format!("the client that serves {shown} has refused: {reason}");
             Err(Error::new(ErrorKind::Aborted, message))
@@ -169,9 +245,7 @@ impl Answered {
                 {
                     self.remember(number);
                     let done = execute(volume, &request.change).await;
-                    let changed = *done.as_ref().unwrap_or(&false);
-                    let error = done.err().map(|failure| failure.to_string());
-                    let answer = Answer { changed, error };
+                    let answer = Answer::of(done);
                     let bytes = serde_json::to_vec(&answer).unwrap_or_default();
                     // Without an answer, the command reports that the client has not answered.
                     let _ = store.create(&answer_name(number), &bytes).await;

@@ -10,10 +10,12 @@ use cleat_object::name::VolumeId;
 use cleat_object::volume::{NewClone, Place};
 
 use crate::errors::{no_snapshot, wait};
+use crate::flatten;
 use crate::home::Home;
 use crate::image::identity;
 use crate::labels::VolumeLabels;
 use crate::manage::{ObjectStore, check_compression, check_layout};
+use crate::naming::is_name;
 use crate::nonce::{key, random};
 use crate::spec::VolumeAt;
 use crate::timeouts::{CALL_TIMEOUT, after};
@@ -37,7 +39,7 @@ impl CloneStore for ObjectStore {
         let (shown, clone) = (parent.shown(), self.volume(name)?);
         if let Some((_, existing)) = self.find(name)? {
             let own = existing.description();
-            if !own.parent.as_ref().is_some_and(|of| is_of(of, &place, &found)) {
+            if !existing.parent().is_some_and(|of| is_of(of, &place, &found)) {
                 let message =
                     format!("{} exists, and is no clone of {shown}@{wanted}", clone.shown());
                 return Err(
@@ -48,6 +50,12 @@ impl CloneStore for ObjectStore {
             check_compression(&clone, &existing, compression)?;
             self.check_labels(name, &existing, &layout.labels)?;
             wait(&shown, after(CALL_TIMEOUT), place.pin(found.id, own.volume))?;
+            // It may have been flattened, and its pin removed, since the look.
+            if let Some((_, now)) = self.find(name)?
+                && now.parent().is_none()
+            {
+                self.remove_pin(&now)?;
+            }
             return Ok(!is_complete);
         }
         self.connection.prepare(name)?;
@@ -63,14 +71,8 @@ impl CloneStore for ObjectStore {
         wait(&shown, after(CALL_TIMEOUT), place.create_clone(found.id, &new)).map(|()| true)
     }
 
-    fn flatten(&self, name: &str, _progress: Progress<'_>) -> Result<bool> {
-        let (volume, place) = self.existing(name)?;
-        if place.description().parent.is_none() {
-            return Ok(false);
-        }
-        let message = format!("{} cannot be made independent of its parent", volume.shown());
-        Err(Error::new(ErrorKind::Unsupported, message)
-            .with_repair("map it and a new volume, and copy the device: qemu-img convert -n -p"))
+    fn flatten(&self, name: &str, progress: Progress<'_>) -> Result<bool> {
+        flatten::flatten(self, name, progress)
     }
 }
 
@@ -91,13 +93,32 @@ impl ObjectStore {
 
     /// Describes the parent of a volume.
     pub(crate) fn parent(place: &Place) -> Option<Parent> {
-        let parent = place.description().parent.as_ref()?;
+        let parent = place.parent()?;
         Some(Parent {
             name: format!("{}@{}", parent.location, parent.snapshot.name),
             image_id: identity(parent.volume).to_string(),
             in_trash: false,
             overlap_bytes: parent.snapshot.size,
         })
+    }
+
+    /// Ends the need of a volume for its parent, if it is a clone: it is being removed, or needs the parent no more.
+    ///
+    /// # Errors
+    /// Returns an error if a store fails.
+    pub(crate) fn remove_pin(&self, place: &Place) -> Result<()> {
+        let own = place.description();
+        // The description is written by whoever can write to the store.
+        let Some(parent) = own.parent.as_ref().filter(|of| is_name(&of.location)) else {
+            return Ok(());
+        };
+        match self.find_alone(&parent.location)? {
+            Some((volume, found)) if found.description().volume == parent.volume => {
+                let removed = found.remove_pin(parent.snapshot.id, own.volume);
+                wait(&volume.shown(), after(CALL_TIMEOUT), removed)
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Returns the identities of the clones of a snapshot.

@@ -28,6 +28,7 @@ mod defects;
 mod errors;
 mod executor;
 mod fence;
+mod flatten;
 mod granted;
 mod home;
 mod image;

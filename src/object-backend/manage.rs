@@ -81,7 +81,7 @@ impl ObjectStore {
     }
 
     /// Finds a volume without its parent; `None` if there is none.
-    fn find_alone(&self, name: &str) -> Result<Option<(VolumeAt, Place)>> {
+    pub(crate) fn find_alone(&self, name: &str) -> Result<Option<(VolumeAt, Place)>> {
         let volume = self.volume(name)?;
         let found = self.connection.store(name).and_then(|store| {
             wait(&volume.shown(), after(CALL_TIMEOUT), Place::find_alone(store, nonce()?))
@@ -116,8 +116,9 @@ impl ObjectStore {
         wanted: &Change,
     ) -> Result<bool> {
         let shown = volume.shown();
-        let changed =
-            change(place, &shown, &self.claimant, async |opened| execute(&opened, wanted).await);
+        let changed = change(place, &shown, &self.claimant, async |opened| {
+            execute(&opened, wanted).await.map(|outcome| outcome.changed)
+        });
         let seen = match changed {
             Err(error) if error.kind() == ErrorKind::InUse => {
                 let seen = wait(&shown, after(CALL_TIMEOUT), newest(place))?;
@@ -129,7 +130,8 @@ impl ObjectStore {
             other => return other,
         };
         let store = self.connection.store(&volume.name)?;
-        ask(&*store, &shown, (seen.epoch, wanted), after(CALL_TIMEOUT))
+        let outcome = ask(&*store, &shown, (seen.epoch, wanted), after(CALL_TIMEOUT))?;
+        Ok(outcome.changed)
     }
 
     /// Reads the labels of a volume.
@@ -244,7 +246,7 @@ impl Store for ObjectStore {
         end(&alone, &shown, &self.claimant, Use::Remove, None, after(CALL_TIMEOUT))?;
         // Nobody can open it any more, so it does not need its parent.
         if let Some((_, place)) = self.find(name)? {
-            wait(&shown, after(CALL_TIMEOUT), place.unpin())?;
+            self.remove_pin(&place)?;
         }
         self.connection.remove(name, &mut |done| progress(done, 0) == ControlFlow::Continue(()))?;
         Ok(Removed { changed: true, ..nothing })

@@ -10,6 +10,9 @@ pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 /// The timeout of a repair, which reads the whole map several times. Each call of the store has a timeout of its own.
 pub(crate) const REPAIR_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 
+/// The timeout of a flattening, which copies the volume. Each call of the store has a timeout of its own.
+pub(crate) const FLATTEN_TIMEOUT: Duration = Duration::from_secs(7 * 24 * 3600);
+
 /// The timeout of closing a volume that was served. The supervisor waits for longer.
 pub(crate) const CLOSE_TIMEOUT: Duration = Duration::from_secs(25);
 

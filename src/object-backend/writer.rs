@@ -1,5 +1,7 @@
 //! A volume that is opened for a single change of a command.
 
+use std::time::Duration;
+
 use cleat_backend::claimant::Claimant;
 use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -25,12 +27,24 @@ pub(crate) fn change<T, F>(
 where
     F: Future<Output = std::result::Result<T, Failure>>,
 {
+    change_within(CALL_TIMEOUT, (place, shown, claimant), change)
+}
+
+/// As [`change`], with another timeout.
+pub(crate) fn change_within<T, F>(
+    timeout: Duration,
+    (place, shown, claimant): (&Place, &str, &Claimant),
+    change: impl FnOnce(Volume) -> F,
+) -> Result<T>
+where
+    F: Future<Output = std::result::Result<T, Failure>>,
+{
     place.check_key().map_err(|failure| failed(shown, failure))?;
     let (purpose, usage, clock) = (Purpose::Open, Use::Serve, &SystemClock);
     let attempt = Attempt { place, name: shown, claimant, purpose, usage, only: None, clock };
     let executor = Executor::start("object-change")
         .map_err(|error| Error::from_io("cannot start a thread", error))?;
-    let changed = block_until(after(CALL_TIMEOUT), async {
+    let changed = block_until(after(timeout), async {
         let lost = |lost| Error::new(ErrorKind::Aborted, format!("cannot claim {shown}: {lost}"));
         let epoch = attempt.acquire().await?.map_err(lost)?;
         let opened = place.open(epoch, Config::default()).await;

@@ -1,5 +1,6 @@
 //! Guarantees of volumes of objects beyond the common contract: in a directory, and in buckets of two real stores.
 
+use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use cleat::backends::REGISTRY;
@@ -97,6 +98,7 @@ on_each! {
     volumes_are_managed_in_their_store
     snapshots_and_clones_keep_what_they_had
     a_clone_is_complete_before_it_is_served
+    a_flattened_clone_outlives_its_parent
     a_check_finds_what_is_lost_or_damaged
 }
 
@@ -320,6 +322,64 @@ fn snapshots_and_clones_keep_what_they_had(store: &Store) {
     assert!(snapshots.remove("v", "two").unwrap());
 }
 
+fn a_flattened_clone_outlives_its_parent(store: &Store) {
+    let uri = make_objects(&store.uri, 8 * MIB);
+    let connected = REGISTRY.store(&store.uri).unwrap().connect().unwrap();
+    let (snapshots, clones) = (connected.snapshots().unwrap(), connected.clones().unwrap());
+    let parent = open(&uri, as_client(claimant("one", "a")));
+    parent.client().one(write(0, &pattern(1, 65536)));
+    parent.client().one(write(5 * MIB, &pattern(2, 65536)));
+    assert!(snapshots.create("v", "s", &mut go_on()).unwrap());
+    drop(parent);
+    let uris = ["served", "idle"].map(|name| clone_objects(&store.uri, "v@s", name));
+    let served = open(&uris[0], as_client(claimant("two", "c")));
+    served.client().one(write(4096, &pattern(3, 4096)));
+
+    // Each is refused and interrupted first, and then completed.
+    let mut stop = |_, _| ControlFlow::Break(());
+    for name in ["served", "idle"] {
+        assert!(snapshots.create(name, "early", &mut go_on()).unwrap());
+        let refused = clones.flatten(name, &mut go_on()).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::InUse, "{}", refused.report());
+        assert!(refused.report().contains("early"), "{}", refused.report());
+        assert!(snapshots.remove(name, "early").unwrap());
+        let stopped = clones.flatten(name, &mut stop).unwrap_err();
+        assert_eq!(stopped.kind(), ErrorKind::Aborted, "{}", stopped.report());
+        assert!(stopped.message().ends_with("it is still a clone"), "{stopped}");
+        assert!(connected.info(name, None).unwrap().parent.is_some());
+    }
+    assert_eq!(snapshots.remove("v", "s").unwrap_err().kind(), ErrorKind::InUse);
+    for name in ["served", "idle"] {
+        let mut last = (0, 0);
+        let mut note = |done, total| {
+            last = (done, total);
+            ControlFlow::Continue(())
+        };
+        assert!(clones.flatten(name, &mut note).unwrap());
+        // The worker of the other one may have copied everything before it was stopped.
+        assert!(last.1 == 8 * MIB || name == "served", "{last:?}");
+        assert!(!clones.flatten(name, &mut go_on()).unwrap());
+        assert!(connected.info(name, None).unwrap().parent.is_none());
+    }
+    assert!(snapshots.remove("v", "s").unwrap());
+    assert!(connected.remove("v", NOW, &mut go_on()).unwrap().changed);
+
+    let mut expected = pattern(1, 65536);
+    let idle = open(&uris[1], as_client(claimant("two", "d")));
+    assert!(idle.client().read(0, 65536) == expected);
+    expected[4096..8192].copy_from_slice(&pattern(3, 4096));
+    assert!(served.client().read(0, 65536) == expected);
+    drop(served);
+    let again = open(&uris[0], as_client(claimant("one", "c")));
+    assert!(again.client().read(0, 65536) == expected);
+    for volume in [&idle, &again] {
+        assert!(volume.client().read(5 * MIB, 65536) == pattern(2, 65536));
+        assert!(volume.client().read(MIB, 4096) == vec![0; 4096]);
+    }
+    drop((idle, again));
+    assert!(connected.remove("idle", NOW, &mut go_on()).unwrap().changed);
+}
+
 fn a_clone_is_complete_before_it_is_served(store: &Store) {
     make_objects(&store.uri, MIB);
     let spec = REGISTRY.store(&store.uri).unwrap();
@@ -375,7 +435,7 @@ fn a_check_finds_what_is_lost_or_damaged(store: &Store) {
         assert_eq!((found.defects.len(), found.snapshots), (0, 1), "{found:?}");
         assert!(found.objects >= 3, "{found:?}");
     }
-    let stopped = &mut |_, _| std::ops::ControlFlow::Break(());
+    let stopped = &mut |_, _| ControlFlow::Break(());
     let error = checks.check("v", None, false, stopped).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Aborted, "{}", error.report());
     let error = checks.check("v", Some("other"), false, &mut go_on()).unwrap_err();
@@ -417,8 +477,8 @@ fn a_check_finds_what_is_lost_or_damaged(store: &Store) {
 
 const NOW: cleat_backend::store::Removal = cleat_backend::store::Removal::Now;
 
-fn go_on() -> impl FnMut(u64, u64) -> std::ops::ControlFlow<()> {
-    |_, _| std::ops::ControlFlow::Continue(())
+fn go_on() -> impl FnMut(u64, u64) -> ControlFlow<()> {
+    |_, _| ControlFlow::Continue(())
 }
 
 #[test]

@@ -153,7 +153,7 @@ Examples:
 ///
 /// A clone of an RBD image has format 2 by default and needs no protected snapshot. If the snapshot is removed before
 /// its clone, the cluster keeps it until the clone is removed or flattened. On an object store, a clone is in the
-/// same directory or bucket as its parent, and a snapshot with clones cannot be removed. URI options for the access to the
+/// same directory or bucket as its parent, and a snapshot with clones cannot be removed until they are flattened. URI options for the access to the
 /// cluster are needed for only one of the two.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = CLONE_EXAMPLES)]
@@ -174,6 +174,7 @@ pub(super) struct Clone {
 const FLATTEN_EXAMPLES: &str = "\
 Examples:
     $ cleat volume flatten rbd:volumes/copy
+    $ cleat volume flatten dir:/var/lib/volumes/copy
 
   Print the progress as JSON on stderr, one document per line:
     $ cleat volume flatten rbd:volumes/copy -o json
@@ -181,7 +182,8 @@ Examples:
 
 /// Copy the parent's data into a clone, which is then independent
 ///
-/// The clone can be mapped meanwhile. If a signal interrupts the command, the volume is still a clone;
+/// The clone can be in use meanwhile: on an object store, the worker that serves it copies then, and a clone that is not
+/// in use cannot be mapped until the command ends. If a signal interrupts the command, the volume is still a clone;
 /// repeat the command to continue.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = FLATTEN_EXAMPLES)]
