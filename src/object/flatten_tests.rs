@@ -42,7 +42,7 @@ impl Family {
         let parent = open(&stores[0], 10, Config::default()).unwrap();
         with_volume(&parent, async {
             for number in 0..8 {
-                parent.write(number * MIB + 512, &[1; DATA]).await?;
+                parent.write(number * MIB + 512, &vec![1; DATA]).await?;
             }
             parent.flush().await
         })
@@ -108,7 +108,7 @@ fn a_flattened_clone_reads_nothing_from_its_parent() {
         let family = Family::with(compression);
         let (place, clone) = family.open(20).unwrap();
         with_volume(&clone, async {
-            clone.write(MIB + 512, &[2; DATA]).await?;
+            clone.write(MIB + 512, &vec![2; DATA]).await?;
             clone.trim(2 * MIB, MIB).await?;
             clone.flush().await
         })
@@ -163,7 +163,7 @@ fn an_encrypted_clone_is_flattened_with_its_own_key() {
     let stores = Stores(&family.stores);
     let parent = stores.open_with(0, 10, family.key.as_ref());
     with_volume(&parent, async {
-        parent.write(512, &[1; DATA]).await?;
+        parent.write(512, &vec![1; DATA]).await?;
         parent.flush().await
     })
     .unwrap();
