@@ -41,8 +41,9 @@ const REGRESSIONS: &[u64] = &[5631];
 /// The seeds that must find each rule that is left out. The rarest violations take some thousand.
 const RULE_SEEDS: Range<u64> = 0..40_000;
 
-/// The steps of a run, and the steps that a check at the end may take.
+/// The steps of a run, of a long one, and the steps that a check at the end may take.
 const STEPS: u64 = 2_500;
+const LONG_STEPS: u64 = 12_000;
 const LAST_STEPS: u64 = 200_000;
 
 /// The events that a failure prints.
@@ -98,8 +99,9 @@ struct World {
     written: usize,
     /// Of 1000 steps: how often a node starts, crashes, and is stopped or continued.
     rates: [u64; 3],
-    /// Nodes clone snapshots, too.
+    /// Nodes clone snapshots, too, and flatten all clones.
     has_clones: bool,
+    flattens: bool,
     /// The key file of an encrypted volume.
     key: Option<KeyFile>,
 }
@@ -115,6 +117,7 @@ impl World {
         let rates = match random.below(2) {
             // One mapping whose processes follow each other.
             1 if !has_clones => [0, random.choose(&[2, 5, 8]), random.choose(&[0, 5, 20])],
+            _ if is_long(seed) => [10, random.choose(&[0, 1]), 5],
             _ => [
                 random.choose(&[2, 5, 15, 40]),
                 random.choose(&[0, 2, 5, 15]),
@@ -125,6 +128,7 @@ impl World {
         Self {
             random,
             has_clones,
+            flattens: is_long(seed),
             written,
             cloud: Arc::new(Mutex::new(cloud)),
             oracle: Arc::default(),
@@ -208,10 +212,11 @@ impl World {
         let [start, crash, pause] = self.rates;
         if self.running.is_empty() || dice < start && self.running.len() < 4 {
             let is_second = self.has_clones && !self.running.is_empty();
-            match is_second && self.random.below(2) == 0 {
+            let is_likely = self.flattens && self.running.len() > 1;
+            match is_second && (is_likely || self.random.below(2) == 0) {
                 true => {
                     let actor = self.actor();
-                    self.running.push(Running::start(cloner::live(actor)));
+                    self.running.push(Running::start(cloner::live(actor, self.flattens)));
                 }
                 false => self.start(),
             }
@@ -329,7 +334,13 @@ struct Done {
     snapshots_read: u64,
     roll_backs: u64,
     clones_read: u64,
+    flattened: u64,
     continued: u64,
+}
+
+/// Whether a run has more steps and fewer crashes: a clone needs some time until it is flattened.
+fn is_long(seed: u64) -> bool {
+    [3, 7].contains(&(seed % 16))
 }
 
 /// Runs one seed. Returns the violation, if there is one.
@@ -353,7 +364,7 @@ fn run(seed: u64, is_traced: bool) -> Result<Done, String> {
     world.cloud().faults = faults;
     world.cloud().outages = (seed % 8 == 5).then_some(Random(!seed));
     let mut violation = None;
-    for _ in 0..STEPS {
+    for _ in 0..if is_long(seed) { LONG_STEPS } else { STEPS } {
         world.step();
         violation = world.violation();
         if violation.is_some() {
@@ -371,6 +382,7 @@ fn run(seed: u64, is_traced: bool) -> Result<Done, String> {
                 snapshots_read: oracle.snapshots_read,
                 roll_backs: oracle.roll_backs,
                 clones_read: oracle.clones_read,
+                flattened: oracle.flattened,
                 continued: oracle.continued,
             })
         }
@@ -408,6 +420,7 @@ fn every_seed_keeps_the_contract() {
                 sum.snapshots_read += done.snapshots_read;
                 sum.roll_backs += done.roll_backs;
                 sum.clones_read += done.clones_read;
+                sum.flattened += done.flattened;
                 sum.continued += done.continued;
             }
             Err(_) => panic!(
@@ -423,6 +436,7 @@ fn every_seed_keeps_the_contract() {
         assert!(sum.puts > runs * 10, "{} puts", sum.puts);
         let (read, rolled) = (sum.snapshots_read, sum.roll_backs);
         assert!(sum.clones_read > runs / 10, "{} reads of clones", sum.clones_read);
+        assert!(sum.flattened > runs / 200, "{} clones were flattened", sum.flattened);
         assert!(read > runs && rolled > runs / 10, "{read} snapshots, {rolled} roll-backs");
     }
 }

@@ -83,8 +83,9 @@ pub(super) struct Oracle {
     pub(super) roll_backs: u64,
     /// The content of every snapshot that was ever taken. No two have the same name.
     taken: BTreeMap<String, Image>,
-    /// The reads of clones.
+    /// The reads of clones, and the clones that were flattened and read afterwards.
     pub(super) clones_read: u64,
+    pub(super) flattened: u64,
     stamp: u64,
 }
 
