@@ -133,7 +133,7 @@ fn keys_that_are_replaced_in_the_file_are_used_without_a_command() {
     });
     assert_eq!(problem_of_credentials(&supervisor), None);
     assert_eq!(supervisor.get("v").unwrap().worker_pid, mapping.worker_pid);
-    assert_eq!(machine.kernel.read(index, 0, 512).unwrap(), [1; 512]);
+    assert_eq!(machine.kernel.read(index, 0, 512).unwrap(), [1_u8; 512]);
     supervisor.unmap("v").unwrap();
     machine.assert_clean();
 }

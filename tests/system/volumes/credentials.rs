@@ -35,13 +35,15 @@ fn keys_come_from_the_environment_or_from_the_shared_file() {
         line.expect("the key").to_owned()
     };
     let (id, secret) = (value("aws_access_key_id"), value("aws_secret_access_key"));
-    let keys = [home, ("AWS_ACCESS_KEY_ID", &id), ("AWS_SECRET_ACCESS_KEY", &secret)];
+    let keys =
+        [home, ("AWS_ACCESS_KEY_ID", id.as_str()), ("AWS_SECRET_ACCESS_KEY", secret.as_str())];
     let shown = volume(&["info", &uri], &keys);
     assert_eq!(shown.code, 0, "{shown:?}");
     assert!(!format!("{shown:?}").contains(&secret));
 
     // The variables have precedence, and the message names them.
-    let wrong = [home, file, ("AWS_ACCESS_KEY_ID", &id), ("AWS_SECRET_ACCESS_KEY", "wrong")];
+    let wrong =
+        [home, file, ("AWS_ACCESS_KEY_ID", id.as_str()), ("AWS_SECRET_ACCESS_KEY", "wrong")];
     let refused = volume(&["info", &uri], &wrong);
     let why = "the secret key from the environment is not that of the access key";
     assert!(refused.code != 0 && refused.stderr.contains(why), "{refused:?}");
