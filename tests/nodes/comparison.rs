@@ -3,10 +3,12 @@
 
 use std::time::Instant;
 
-use crate::cluster::{Kind, run_on};
+use serde_json::Value;
+
+use crate::cluster::{Kind, run_on, wait};
 use crate::fail_over::{FailOver, Fault, LIMIT, rounds};
 use crate::figures::Figures;
-use crate::timeline::is_not_ready;
+use crate::timeline::{is_fenced, is_not_ready};
 
 /// The taint of node remediation.
 const TAINT: &str = "node.kubernetes.io/out-of-service";
@@ -36,6 +38,10 @@ fn a_frozen_node_with_a_taint_by_hand() {
             figures.add("any node", parts);
             Fault::Frozen.end(cluster, &node);
             cluster.kubectl(&["taint", "node", &node, &format!("{TAINT}-")]);
+            wait("the node has cleaned up", || {
+                let is_fenced = |grant: &Value| is_fenced(grant, &node);
+                (!cluster.list("volumegrant").iter().any(is_fenced)).then_some(())
+            });
             fail_over.returns();
             fail_over.writer.goes_on(cluster);
             println!("figures: {} records", fail_over.check());
