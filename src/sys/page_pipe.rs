@@ -24,8 +24,7 @@ const CAPACITY: usize = 1 << 20;
 pub struct PagePipe {
     output: OwnedFd,
     input: OwnedFd,
-    /// The size of a page in bytes, and the number of pages that fit.
-    page: u64,
+    /// The number of pages that fit.
     pages: u64,
     len: usize,
 }
@@ -41,14 +40,14 @@ impl PagePipe {
         // EPERM if the pipes of the user take too much (fs.pipe-user-pages-soft).
         let _ = fcntl(&input, FcntlArg::F_SETPIPE_SZ(wanted));
         let capacity = fcntl(&input, FcntlArg::F_GETPIPE_SZ)?;
-        let page = sysconf(SysconfVar::PAGE_SIZE)?.unwrap_or(4096).cast_unsigned();
-        let pages = u64::try_from(capacity).unwrap_or(0) / page;
-        Ok(Self { output, input, page, pages, len: 0 })
+        let pages = u64::try_from(capacity).unwrap_or(0) / page_size();
+        Ok(Self { output, input, pages, len: 0 })
     }
 
     /// Returns whether the range of a file fits. Each page that the range touches takes a place.
     pub fn fits(&self, offset: u64, len: usize) -> bool {
-        (offset % self.page + len as u64).div_ceil(self.page) <= self.pages
+        let page = page_size();
+        (offset % page + len as u64).div_ceil(page) <= self.pages
     }
 
     /// Returns the number of bytes that the pipe holds.
@@ -75,15 +74,20 @@ impl PagePipe {
     /// room and the socket blocks.
     ///
     /// # Errors
-    /// Returns the errors of splice(2), for example `EPIPE`.
+    /// Returns the errors of splice(2), for example `EPIPE`, and `WriteZero` if it moves nothing.
     pub fn send(&mut self, socket: impl AsFd, limit: usize) -> io::Result<usize> {
         let (from, to) = (self.output.as_raw_fd(), socket.as_fd().as_raw_fd());
         let (none, limit) = (std::ptr::null_mut(), limit.min(self.len));
         // SAFETY: both descriptors are open during the call, and the null pointers stand for no offset.
         let moved = unsafe { libc::splice(from, none, to, none, limit, 0) };
-        let moved = usize::try_from(moved).map_err(|_| io::Error::last_os_error())?;
-        self.len -= moved;
-        Ok(moved)
+        match usize::try_from(moved).map_err(|_| io::Error::last_os_error())? {
+            // The caller would repeat it for ever.
+            0 if limit > 0 => Err(io::ErrorKind::WriteZero.into()),
+            moved => {
+                self.len -= moved;
+                Ok(moved)
+            }
+        }
     }
 
     /// Empties the pipe.
@@ -100,6 +104,11 @@ impl PagePipe {
         }
         Ok(())
     }
+}
+
+/// Returns the size of a page in bytes. The C library knows it without a system call.
+fn page_size() -> u64 {
+    sysconf(SysconfVar::PAGE_SIZE).ok().flatten().map_or(4096, i64::cast_unsigned)
 }
 
 /// Returns how many bytes of the buffer of a unix socket are in use, with the overhead of the kernel (SIOCOUTQ).
@@ -120,9 +129,9 @@ mod tests {
     #[test]
     fn a_range_needs_a_place_for_each_page_that_it_touches() {
         let pipe = PagePipe::new().unwrap();
-        let whole = usize::try_from(pipe.pages * pipe.page).unwrap();
+        let whole = usize::try_from(pipe.pages * page_size()).unwrap();
         assert!(whole >= 64 << 10, "{whole}");
-        assert!(pipe.fits(2 * pipe.page, whole) && !pipe.fits(2 * pipe.page, whole + 1));
+        assert!(pipe.fits(2 * page_size(), whole) && !pipe.fits(2 * page_size(), whole + 1));
         assert!(!pipe.fits(512, whole) && pipe.fits(512, whole - 512));
     }
 }
