@@ -110,7 +110,6 @@ impl Run<'_> {
 mod tests {
     use std::ops::ControlFlow;
 
-    use cleat_backend::claimant::{Claimant, ProcessMark};
     use cleat_backend::store::{CloneStore, Layout, Removal, SnapshotStore, Source, Store};
     use cleat_backend::uri::Options;
     use cleat_backend::{CredentialSet, OpenOptions};
@@ -120,24 +119,11 @@ mod tests {
     use crate::executor::block_until;
     use crate::home::Home;
     use crate::image::ObjectImage;
+    use crate::snapshots::tests::{claimant, on};
     use crate::writer::change;
 
     const SIZE: u64 = 8 << 20;
     const DATA: usize = 1 << 20;
-
-    fn claimant(mapping: &str) -> Claimant {
-        Claimant {
-            node: "n".into(),
-            boot_id: "b".into(),
-            mapping_id: mapping.into(),
-            process: ProcessMark::own(),
-            ..Claimant::default()
-        }
-    }
-
-    fn on(_: u64, _: u64) -> ControlFlow<()> {
-        ControlFlow::Continue(())
-    }
 
     /// A directory with a volume, and two clones of its snapshot.
     struct Fixture {

@@ -56,7 +56,7 @@ impl SnapshotStore for ObjectStore {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::ops::ControlFlow;
 
     use cleat_backend::claimant::{Claimant, ProcessMark};
@@ -74,7 +74,7 @@ mod tests {
 
     const SIZE: u64 = 1 << 20;
 
-    fn claimant(mapping: &str) -> Claimant {
+    pub(crate) fn claimant(mapping: &str) -> Claimant {
         Claimant {
             node: "n".into(),
             boot_id: "b".into(),
@@ -84,7 +84,7 @@ mod tests {
         }
     }
 
-    fn on(_: u64, _: u64) -> ControlFlow<()> {
+    pub(crate) fn on(_: u64, _: u64) -> ControlFlow<()> {
         ControlFlow::Continue(())
     }
 
