@@ -42,6 +42,7 @@ mod threads;
 mod volume_id;
 
 pub use attach::{Attacher, Published, Usage, serve_attacher};
+pub use controller::remote_ids;
 pub use driver::Driver;
 pub use grants::{Grants, Kept, Permission};
 pub use source::{is_shared, remote_uri};

@@ -76,6 +76,18 @@ impl VolumeId {
         (parsed.to_string() == id && parsed.is_complete()).then_some(parsed)
     }
 
+    /// Returns the id of the volume `name` in the same place.
+    #[must_use]
+    pub fn beside(&self, name: &str) -> Self {
+        let mut id = self.clone();
+        match &mut id {
+            Self::File { name: own, .. }
+            | Self::Rbd { image: own, .. }
+            | Self::Object { name: own, .. } => name.clone_into(own),
+        }
+        id
+    }
+
     fn is_complete(&self) -> bool {
         let parts = match self {
             Self::File { node, directory, name } => &[node, directory, name][..],

@@ -1,5 +1,6 @@
 //! For unit tests: an API server that has only VolumeAttachments, a storage without volumes, and a cluster with both.
 
+use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::fmt::{Debug, Formatter};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -169,6 +170,14 @@ impl Storage for NoVolumes {
         }
         Ok(Backing::Granted(Arc::new(Self)))
     }
+
+    fn places(&self) -> Result<BTreeSet<String>> {
+        Ok(BTreeSet::new())
+    }
+
+    fn volumes_in(&self, _: &str, _: Instant) -> Result<Vec<String>> {
+        Ok(Vec::new())
+    }
 }
 
 impl Fencing for NoVolumes {
@@ -235,6 +244,14 @@ impl Debug for OneRecord {
 impl Storage for OneRecord {
     fn find(&self, _: &str) -> Result<Backing> {
         Ok(Backing::Granted(Arc::new(self.clone())))
+    }
+
+    fn places(&self) -> Result<BTreeSet<String>> {
+        Ok(BTreeSet::new())
+    }
+
+    fn volumes_in(&self, _: &str, _: Instant) -> Result<Vec<String>> {
+        Ok(Vec::new())
     }
 }
 

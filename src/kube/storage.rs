@@ -1,7 +1,7 @@
 //! What the controller needs of the storage of a volume: the record that says who can write, and the means to
 //! cut a client off. The composition implements it for each backend.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -29,6 +29,20 @@ pub trait Storage: Debug + Send + Sync {
     /// Returns an error that names the volume if the controller cannot attach it, for example because its storage
     /// cannot cut off a client: the volume is then refused, not granted.
     fn find(&self, handle: &str) -> Result<Backing>;
+
+    /// Returns the places of volumes that are configured. A place is what the handles of its volumes begin with,
+    /// without the last `/`. Reads files, and accesses no volume.
+    ///
+    /// # Errors
+    /// Returns the error of reading the configuration.
+    fn places(&self) -> Result<BTreeSet<String>>;
+
+    /// Returns the handles of all volumes in a place, also of those without a PersistentVolume; nothing for a place whose
+    /// volumes need no grant. Blocks until `deadline` or somewhat longer, as the storage does.
+    ///
+    /// # Errors
+    /// Returns `TimedOut` if the list is not complete at the deadline, and the error of the storage otherwise.
+    fn volumes_in(&self, place: &str, deadline: Instant) -> Result<Vec<String>>;
 }
 
 /// How a volume is attached.
@@ -69,12 +83,12 @@ struct Running {
 }
 
 impl StorageCalls {
-    /// Begins a call for a volume.
+    /// Begins a call about `what` in a place.
     ///
     /// # Errors
     /// Returns `Unavailable` if the calls of the place hang.
-    fn begin(&self, handle: &str, now: Instant) -> Result<Running> {
-        let place = place(handle).to_owned();
+    fn begin(&self, place: &str, what: &str, now: Instant) -> Result<Running> {
+        let place = place.to_owned();
         let mut all = self.lock();
         let known = all.entry(place.clone()).or_default();
         let running = &mut known.running;
@@ -83,8 +97,7 @@ impl StorageCalls {
         if is_late && running.len() >= MAX_BESIDE_LATE {
             let (count, age) = (running.len(), oldest.unwrap_or_default().as_secs());
             let message = format!(
-                "the storage of volume {handle} is not asked: {count} calls to {place} have not ended, the oldest \
-                 since {age} s"
+                "the storage of {what} is not asked: {count} calls to {place} have not ended, the oldest since {age} s"
             );
             let repair = "check that the storage answers, for example with ceph status";
             return Err(Error::new(ErrorKind::Unavailable, message).with_repair(repair));
@@ -112,11 +125,7 @@ impl Drop for Running {
     }
 }
 
-/// Runs a call of the storage of the volume `handle`, which blocks, on a thread of its own, for at most 30 s.
-///
-/// # Errors
-/// Returns `TimedOut` if it does not answer in time, `Unavailable` at once if other calls of its place hang, and otherwise
-/// the error of the call.
+/// Runs a call of the storage of the volume `handle`, as [`call`] does.
 pub(crate) async fn on_thread<T: Send + 'static>(
     calls: &StorageCalls,
     storage: &Arc<dyn Fencing>,
@@ -124,15 +133,41 @@ pub(crate) async fn on_thread<T: Send + 'static>(
     run: impl FnOnce(&dyn Fencing, Instant) -> Result<T> + Send + 'static,
 ) -> Result<T> {
     let storage = Arc::clone(storage);
+    let run = move |deadline| run(storage.as_ref(), deadline);
+    call(calls, place(handle), &format!("volume {handle}"), run).await
+}
+
+/// Lists the volumes in a place, as [`call`] does.
+pub(crate) async fn list(
+    calls: &StorageCalls,
+    storage: &Arc<dyn Storage>,
+    place: &str,
+) -> Result<Vec<String>> {
+    let (storage, listed) = (Arc::clone(storage), place.to_owned());
+    let run = move |deadline| storage.volumes_in(&listed, deadline);
+    call(calls, place, &format!("the volumes in {place}"), run).await
+}
+
+/// Runs a call of a storage about `what`, which blocks, on a thread of its own, for at most 30 s.
+///
+/// # Errors
+/// Returns `TimedOut` if it does not answer in time, `Unavailable` at once if other calls of its place hang, and otherwise
+/// the error of the call.
+async fn call<T: Send + 'static>(
+    calls: &StorageCalls,
+    place: &str,
+    what: &str,
+    run: impl FnOnce(Instant) -> Result<T> + Send + 'static,
+) -> Result<T> {
     let now = SystemClock.now();
-    let (deadline, call) = (now + TIMEOUT, calls.begin(handle, now)?);
+    let (deadline, call) = (now + TIMEOUT, calls.begin(place, what, now)?);
     let running = tokio::task::spawn_blocking(move || {
         let _call = call;
-        run(storage.as_ref(), deadline)
+        run(deadline)
     });
     let ended = tokio::time::timeout(TIMEOUT, running).await;
     let failed = |kind, why: &str| {
-        let message = format!("the storage of volume {handle}: {why}");
+        let message = format!("the storage of {what}: {why}");
         Err(Error::new(kind, message))
     };
     match ended {

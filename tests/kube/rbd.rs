@@ -22,6 +22,9 @@ use test_kit::ceph::{POOL, shared};
 
 use crate::fixture::{World, eventually, run};
 
+/// A namespace of the pool, of the test that lists volumes.
+const LISTED: &str = "listed";
+
 /// The directory for the files of these tests.
 fn directory() -> PathBuf {
     std::env::var_os("CLEAT_TEST_SHM").map_or_else(std::env::temp_dir, PathBuf::from)
@@ -46,6 +49,7 @@ pub(crate) fn clusters() -> PathBuf {
             "monitors": [monitors.expect("the configuration has mon_host")],
             "userID": "admin",
             "keyring": shared().keyring("admin"),
+            "pools": [format!("{POOL}/{LISTED}")],
         }, { "clusterID": "objects", "store": objects() }]);
         let path = directory().join("clusters.json");
         std::fs::write(&path, list.to_string()).unwrap();
@@ -334,4 +338,34 @@ fn one_of_two_is_fenced(image: &'static str, mode: Mode, access: &str) {
         drop(open(handle, &c, generation).unwrap());
         controller.stop().await;
     });
+}
+
+/// The volumes that the sweeper looks for.
+#[test]
+fn row_38_the_volumes_of_configured_pools_and_object_stores_are_listed() {
+    let storage = volumes();
+    let pool = format!("rbd/ceph/{POOL}/{LISTED}");
+    let places: Vec<String> = storage.places().unwrap().into_iter().collect();
+    assert_eq!(places, ["object/objects".to_owned(), pool.clone()]);
+
+    shared().rbd(&["namespace", "create", &format!("{POOL}/{LISTED}")]).unwrap();
+    for name in ["one", "of two%"] {
+        shared().rbd(&["create", "--size", "8M", &format!("{POOL}/{LISTED}/{name}")]).unwrap();
+    }
+    create_objects("listed");
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let images = storage.volumes_in(&pool, deadline).unwrap();
+    assert_eq!(images, [format!("{pool}/of%20two%25"), format!("{pool}/one")]);
+    for handle in &images {
+        let Backing::Granted(record) = storage.find(handle).unwrap() else { panic!() };
+        assert!(record.record(deadline).unwrap().claims.is_empty());
+    }
+    let volumes = storage.volumes_in("object/objects", deadline).unwrap();
+    assert!(volumes.contains(&"object/objects/listed".to_owned()), "{volumes:?}");
+    // Files need no grant, and a static volume has no place.
+    for place in ["file/node-1/default", ""] {
+        assert!(storage.volumes_in(place, deadline).unwrap().is_empty());
+    }
+    let error = storage.volumes_in("rbd/ceph/no-such-pool/", deadline).unwrap_err();
+    assert!(error.message().contains("no-such-pool"), "{}", error.message());
 }

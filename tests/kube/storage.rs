@@ -69,6 +69,18 @@ impl Storage for TestStorage {
             )),
         }
     }
+
+    fn places(&self) -> Result<BTreeSet<String>> {
+        Ok(BTreeSet::from(["shared".to_owned()]))
+    }
+
+    fn volumes_in(&self, place: &str, deadline: Instant) -> Result<Vec<String>> {
+        if place != "shared" {
+            return crate::rbd::volumes().volumes_in(place, deadline);
+        }
+        let images = self.images.lock().unwrap();
+        Ok(images.keys().filter(|handle| handle.starts_with("shared/")).cloned().collect())
+    }
 }
 
 impl Image {

@@ -52,6 +52,7 @@ use crate::busy::{Busy, Claimed};
 use crate::threads::Threads;
 use connections::Connections;
 use local::Local;
+pub use places::remote_ids;
 use published::PublishedHere;
 use refused::Answer;
 pub(crate) use service::ControllerService;

@@ -2,6 +2,7 @@
 //! opened.
 
 use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 
 use cleat_backend::CredentialSet;
 use cleat_backend::group_snapshot::GroupSnapshotStore;
@@ -199,19 +200,10 @@ impl Controller {
         let directories = self.config.directories.keys();
         let mut places: Vec<Place> =
             directories.map(|name| Place::File { directory: name.clone() }).collect();
-        let known = match clusters(&self.config.clusters) {
-            Ok(known) => known,
+        match remote_places(&self.config.clusters) {
+            Ok(remote) => places.extend(remote),
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(places),
             Err(error) => return Err(error),
-        };
-        for (id, cluster) in &known {
-            let store = cluster.store.iter().map(|_| Place::Object { cluster: id.clone() });
-            places.extend(store);
-            places.extend(cluster.pools.iter().map(|pool| {
-                let (pool, namespace) = pool.split_once('/').unwrap_or((pool, ""));
-                let (pool, namespace) = (pool.to_owned(), namespace.to_owned());
-                Place::Rbd { cluster: id.clone(), pool, namespace }
-            }));
         }
         places.sort();
         places.dedup();
@@ -271,6 +263,30 @@ impl Controller {
             _ => error,
         })
     }
+}
+
+/// Returns the pools and object stores in the file of clusters whose volumes are listed.
+fn remote_places(file: &Path) -> Result<Vec<Place>> {
+    let mut places = Vec::new();
+    for (id, cluster) in clusters(file)? {
+        let store = cluster.store.iter().map(|_| Place::Object { cluster: id.clone() });
+        places.extend(store);
+        places.extend(cluster.pools.iter().map(|pool| {
+            let (pool, namespace) = pool.split_once('/').unwrap_or((pool, ""));
+            let (pool, namespace) = (pool.to_owned(), namespace.to_owned());
+            Place::Rbd { cluster: id.clone(), pool, namespace }
+        }));
+    }
+    Ok(places)
+}
+
+/// Returns the id of a volume `name` in each pool (`pools`) and in each object store of the file of clusters. The volumes
+/// need not exist.
+///
+/// # Errors
+/// Returns the errors of reading the file.
+pub fn remote_ids(file: &Path, name: &str) -> Result<Vec<VolumeId>> {
+    Ok(remote_places(file)?.iter().map(|place| place.id("", name)).collect())
 }
 
 /// The error for a place that this node's configuration does not have. It is not `NotFound`: nothing is known
