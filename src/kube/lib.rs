@@ -53,6 +53,7 @@ mod source;
 mod standby;
 pub mod storage;
 mod sweep;
+mod unknown_claims;
 mod volumes;
 
 pub use call_server::{CallAnswer, CallServer, Calls, Publish};

@@ -16,6 +16,7 @@ pub(crate) struct Metrics {
     syncs: Family<Sync, Counter>,
     fences: Counter,
     unreadable: Family<Unreadable, Gauge>,
+    unknown_claims: Family<UnknownClaims, Gauge>,
     pub(crate) leader: Gauge,
     pub(crate) grants: Gauge,
     pub(crate) attachments: Gauge,
@@ -46,6 +47,12 @@ struct Write {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Unreadable {
     kind: String,
+}
+
+/// Claims of volumes that nothing names. `node` is `known` if this cluster has the node of the claim.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct UnknownClaims {
+    node: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -80,6 +87,15 @@ impl Metrics {
         self.unreadable.get_or_create(&Unreadable { kind }).set(number);
     }
 
+    /// Sets the number of claims of volumes that have neither a PersistentVolume nor a grant: those of nodes that this
+    /// cluster has, and the others.
+    pub(crate) fn unknown_claims(&self, of_known_nodes: usize, others: usize) {
+        for (node, count) in [("known", of_known_nodes), ("unknown", others)] {
+            let count = i64::try_from(count).unwrap_or(i64::MAX);
+            self.unknown_claims.get_or_create(&UnknownClaims { node }).set(count);
+        }
+    }
+
     /// Sets the gauges of a process that is not the leader any more: what it knows is not true any more.
     pub(crate) fn reset(&self) {
         for gauge in [&self.leader, &self.grants, &self.attachments, &self.queue, &self.oldest_wait]
@@ -87,6 +103,7 @@ impl Metrics {
             gauge.set(0);
         }
         self.unreadable.clear();
+        self.unknown_claims.clear();
         self.nodes.clear();
     }
 
@@ -112,6 +129,8 @@ impl Metrics {
         registry.register("fences", fences, self.fences.clone());
         let unreadable = "Objects that cannot be read, by kind";
         registry.register("unreadable", unreadable, self.unreadable.clone());
+        let unknown = "Claims of volumes that have neither a PersistentVolume nor a grant";
+        registry.register("unknown_claims", unknown, self.unknown_claims.clone());
         registry.register(
             "leader",
             "Whether this process is the leader and works",

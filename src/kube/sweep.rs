@@ -1,5 +1,5 @@
 //! The sweeper, at the start of a leader and once a day: gives claims that no grant names a holder, and removes grants that
-//! nobody needs any more.
+//! nobody needs any more. [`UnknownClaims`] reports the claims of volumes that the API server does not know.
 //!
 //! It reads the records at the storages one after the other, while other tasks decide about the same volumes: its writes
 //! depend on the version of the grant that it observed before it read the record. When a storage does not answer, its
@@ -31,6 +31,7 @@ use crate::api::{call, is_conflict, message, now};
 use crate::cluster::{BY_GRANT, BY_VOLUME, Cluster};
 use crate::grant::{VolumeGrant, grant_name};
 use crate::storage::place;
+use crate::unknown_claims::UnknownClaims;
 use crate::volumes::ObservedVolume;
 
 /// The time until volumes are tried again that a sweep could not look at. It doubles up to [`MAX_RETRY`].
@@ -54,6 +55,8 @@ pub(crate) async fn run(cluster: Arc<Cluster>) {
     loop {
         let next = Instant::now() + cluster.config.sweep_period;
         let mut left: Vec<Volume> = volumes_of(&cluster).into_iter().collect();
+        let mut unknown =
+            UnknownClaims::begin(&cluster, left.iter().map(|(_, handle)| place(handle)));
         let mut wait = RETRY;
         loop {
             let (mut swept, mut pass) = (Swept::default(), Pass::default());
@@ -65,10 +68,11 @@ pub(crate) async fn run(cluster: Arc<Cluster>) {
                     pass.failed(volume, &error);
                 }
             }
+            unknown.look(&cluster, &mut pass.silent).await;
             left = pass.left();
             let Swept { removed, adopted } = swept;
             tracing::info!(removed, adopted, left = left.len(), "swept grants and claims");
-            if left.is_empty() || Instant::now() + wait >= next {
+            if (left.is_empty() && unknown.is_complete()) || Instant::now() + wait >= next {
                 break;
             }
             tokio::time::sleep(wait).await;
@@ -112,7 +116,7 @@ impl Pass {
     }
 }
 
-fn has_not_answered(error: &Error) -> bool {
+pub(crate) fn has_not_answered(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::TimedOut | ErrorKind::Unavailable)
 }
 

@@ -20,7 +20,7 @@ const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 const ADDED: [&str; 2] = ["job", "node"];
 
 /// For each alert: series after which its expression has a result, with one value each 30 s.
-const SITUATIONS: [(&str, &str); 24] = [
+const SITUATIONS: [(&str, &str); 25] = [
     ("CleatControllerMissing", "cleat_controller_leader 0x60"),
     (
         "CleatControllerSyncsFail",
@@ -31,6 +31,7 @@ const SITUATIONS: [(&str, &str); 24] = [
     ("CleatNodeLost", r#"cleat_controller_nodes{state="lost"} 1x60"#),
     ("CleatRemediationRefused", r#"cleat_controller_nodes{state="refused"} 3x60"#),
     ("CleatVolumeWaits", "cleat_controller_oldest_wait_seconds 301x60"),
+    ("CleatClaimUnknown", r#"cleat_controller_unknown_claims{node="known"} 1x60"#),
     ("CleatNodeDown", r#"up{job="storage/cleat-node",node="a"} 0x60"#),
     ("CleatServiceProblem", "cleat_service_problems 1x60"),
     ("CleatStateDirectoryNotWritable", "cleat_state_directory_writable 0x60"),

@@ -80,3 +80,49 @@ fn row_38_a_claim_that_appears_after_the_first_sweep_is_found_by_a_later_one() {
         controller.stop().await;
     });
 }
+
+#[test]
+fn row_38_claims_of_volumes_that_nothing_names_are_counted_and_stay() {
+    run(async |world: World| {
+        let node = world.node("a").await;
+        let claims =
+            [("lost", &*node, 5), ("elsewhere", "of-another-cluster", 5), ("by-hand", &*node, 0)];
+        let claims = claims.map(|(name, node, generation)| {
+            let image = world.storage.image(&format!("shared/{name}"));
+            image.claim(node, Generation(generation)).unwrap();
+            (image.read(), image)
+        });
+        // A claim that a PersistentVolume names gets a holder, and is not counted.
+        let named = claimed(&world, "v", &node).await;
+        let controller = world.controller();
+        world.revoked(&named, &node).await;
+        let count = |node: &str| {
+            let metric = format!("cleat_controller_unknown_claims{{node=\"{node}\"}} 1\n");
+            controller.metrics().contains(&metric)
+        };
+        let counted = async || (count("known") && count("unknown")).then_some(());
+        eventually("one claim of each kind is counted", counted).await;
+        for (record, image) in claims {
+            assert_eq!(image.read(), record);
+        }
+        assert!(world.grant("shared/lost").await.is_none());
+        controller.stop().await;
+    });
+}
+
+#[test]
+fn row_38_the_claims_of_a_storage_that_does_not_list_its_volumes_are_counted_when_it_does() {
+    run(async |world: World| {
+        let node = world.node("a").await;
+        let image = world.storage.image("shared/lost");
+        image.claim(&node, Generation(5)).unwrap();
+        image.set_down(true);
+        let controller = world.controller();
+        asked(&world, "shared/lost").await;
+        assert!(!controller.metrics().contains("unknown_claims{node=\"known\"} 1"));
+        image.set_down(false);
+        let counted = || controller.metrics().contains("unknown_claims{node=\"known\"} 1\n");
+        eventually("the claim is counted", async || counted().then_some(())).await;
+        controller.stop().await;
+    });
+}
