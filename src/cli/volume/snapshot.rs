@@ -52,7 +52,7 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = CREATE_EXAMPLES)]
 struct Create {
-    /// The snapshot: rbd:POOL/IMAGE@SNAPSHOT
+    /// The snapshot: VOLUME@SNAPSHOT, for example rbd:POOL/IMAGE@SNAPSHOT or s3://BUCKET/NAME@SNAPSHOT
     #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
 }
@@ -84,7 +84,7 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(visible_alias = "rm", after_long_help = REMOVE_EXAMPLES)]
 struct Remove {
-    /// The snapshot: rbd:POOL/IMAGE@SNAPSHOT
+    /// The snapshot: VOLUME@SNAPSHOT, for example rbd:POOL/IMAGE@SNAPSHOT or s3://BUCKET/NAME@SNAPSHOT
     #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
 }
@@ -100,7 +100,7 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = PROTECT_EXAMPLES)]
 struct Protect {
-    /// The snapshot: rbd:POOL/IMAGE@SNAPSHOT
+    /// The snapshot: VOLUME@SNAPSHOT, for example rbd:POOL/IMAGE@SNAPSHOT or s3://BUCKET/NAME@SNAPSHOT
     #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
 }
@@ -114,7 +114,7 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = UNPROTECT_EXAMPLES)]
 struct Unprotect {
-    /// The snapshot: rbd:POOL/IMAGE@SNAPSHOT
+    /// The snapshot: VOLUME@SNAPSHOT, for example rbd:POOL/IMAGE@SNAPSHOT or s3://BUCKET/NAME@SNAPSHOT
     #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
 }
@@ -133,7 +133,7 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = ROLLBACK_EXAMPLES)]
 struct Rollback {
-    /// The snapshot: rbd:POOL/IMAGE@SNAPSHOT
+    /// The snapshot: VOLUME@SNAPSHOT, for example rbd:POOL/IMAGE@SNAPSHOT or s3://BUCKET/NAME@SNAPSHOT
     #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
     #[command(flatten)]
