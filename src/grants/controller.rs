@@ -277,8 +277,11 @@ impl VolumeFacts<'_> {
         Ok(is_lost && self.record().map(|_| self.view.is_gone)?)
     }
 
+    /// Returns whether the release timeout is over. A lost node gets none: it has been silent for longer, and does not hear
+    /// that the volume is revoked.
     fn has_had_time(&self, holder: &Holder) -> bool {
-        holder.since.is_older_than(self.policy.release_timeout_s, self.now)
+        let is_lost = self.view.nodes.get(&holder.node).is_some_and(|node| node.lost);
+        is_lost || holder.since.is_older_than(self.policy.release_timeout_s, self.now)
     }
 
     /// Removes a holder that is free. Part of rule 7.

@@ -202,6 +202,12 @@ fn remediation_revokes_what_is_still_requested() {
     fixture.node("a").lost = true;
     let reason = RevocationReason::NodeLost;
     assert_eq!(fixture.write_spec(), Change::Revoked("a".to_owned(), Generation(3), reason));
+    // It has been silent for longer than the release timeout.
+    fixture.claimed("a", 3);
+    assert_eq!(fixture.holder().since, NOW);
+    assert!(matches!(fixture.step(), Step::Fence(_, FencingReason::Lost)));
+    fixture.node("a").lost = false;
+    assert_eq!(fixture.step(), waits("a", Until::ReleasedOrLost));
 }
 
 #[test]
