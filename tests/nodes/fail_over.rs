@@ -2,7 +2,8 @@
 //! themselves, and no write of the failed node comes late when it returns.
 //!
 //! `CLEAT_TEST_FAIL_OVERS` is the number of rounds of each kind (default 2). The pod moves from one node to the other and
-//! back.
+//! back. With a number above 1, each round begins when both controllers have run for a while, as in a cluster where failures are
+//! rare.
 
 use std::time::{Duration, Instant};
 
@@ -19,6 +20,9 @@ use crate::writer::{
 
 /// The limit for each part. A busy host takes several times as long as a quiet one.
 pub(crate) const LIMIT: Duration = Duration::from_secs(300);
+
+/// The Deployment of the controllers.
+const CONTROLLER: &str = "deployment/cleat-controller";
 
 /// The Lease of the controller that leads.
 const LEASE: &str = "controller-cleat.csi.storage";
@@ -68,9 +72,24 @@ fn filter(action: &str, cluster: &Cluster) -> String {
     format!("{} && {}", rule("OUTPUT"), rule("FORWARD"))
 }
 
+/// How long both controllers have run before a round. A candidate that has just started does not know yet for how long a
+/// node has been silent.
+const SETTLED: Duration = Duration::from_secs(20);
+
+/// Returns the number of rounds of each kind, if it is given.
+fn given_rounds() -> Option<usize> {
+    std::env::var("CLEAT_TEST_FAIL_OVERS").ok().map(|rounds| rounds.parse().unwrap())
+}
+
 /// Returns the number of rounds of each kind.
 pub(crate) fn rounds() -> usize {
-    std::env::var("CLEAT_TEST_FAIL_OVERS").map_or(2, |rounds| rounds.parse().unwrap())
+    given_rounds().unwrap_or(2)
+}
+
+/// Waits until both controllers have run for a while.
+fn settle(cluster: &Cluster) {
+    cluster.rolled_out(CONTROLLER);
+    std::thread::sleep(SETTLED);
 }
 
 /// A StatefulSet, and which records were written on which node.
@@ -245,6 +264,9 @@ pub(crate) fn play(
     let mut fail_over = FailOver::new(cluster, is_shown());
     let mut figures = Figures::default();
     for round in 0..rounds() {
+        if given_rounds().is_some_and(|rounds| rounds > 1) {
+            settle(cluster);
+        }
         let node = fail_over.writer.node.clone();
         let leads = leader(cluster) == node;
         show(|command| cluster.kubectl(command), WRITER_POD);
