@@ -41,6 +41,9 @@ const MAINTENANCE: &str = "cleat.csi.storage/maintenance";
 /// The time between two looks.
 const PERIOD: Duration = Duration::from_secs(1);
 
+/// The same while a lost node is being fenced: its pods wait for the next step.
+const FENCING_PERIOD: Duration = Duration::from_millis(200);
+
 /// For how many timeouts a candidate reads the Leases of a node that is silent.
 const READ_FOR: u32 = 4;
 
@@ -73,8 +76,9 @@ pub(crate) async fn run(cluster: Arc<Cluster>, settings: Remediation) {
         if text != watch.failed && !text.is_empty() {
             tracing::warn!("node remediation: {text}");
         }
+        let is_fencing = text.is_empty() && watch.is_fencing;
         watch.failed = text;
-        tokio::time::sleep(PERIOD).await;
+        tokio::time::sleep(if is_fencing { FENCING_PERIOD } else { PERIOD }).await;
     }
 }
 
@@ -117,6 +121,8 @@ struct Watch {
     /// The last step of each node that is repeated and has an event already.
     said: BTreeMap<String, Step>,
     failed: String,
+    /// Whether a node was just marked, or is lost and still holds a volume.
+    is_fencing: bool,
 }
 
 impl Drop for Watch {
@@ -138,6 +144,7 @@ impl Watch {
             tolerating: BTreeMap::new(),
             said: BTreeMap::new(),
             failed: String::new(),
+            is_fencing: false,
         }
     }
 
@@ -162,6 +169,8 @@ impl Watch {
         let observed: Vec<Observed> =
             nodes.iter().map(|node| self.observed(node, &volumes, &silent_others)).collect();
         let steps = plan(&observed, self.settings.limit);
+        let is_marked = steps.iter().any(|(_, step)| *step == Step::Mark);
+        self.is_fencing = is_marked || observed.iter().any(|node| node.lost && node.holds);
         let is_silent =
             |node: &&Observed| !node.lost && matches!(node.silence, Silence::Late | Silence::Lost);
         let refused = steps.iter().filter(|(_, step)| *step == Step::Refuse).count();
@@ -235,16 +244,12 @@ impl Watch {
         }
         match step {
             Step::Mark => self.mark(node).await?,
-            Step::Taint => self.taint(node).await?,
-            Step::DeletePods => {
-                // Repeated until none is left: a finalizer can keep a pod.
-                if self.delete_pods(&name).await? == 0 {
-                    self.cleared.insert(name);
-                } else {
-                    self.say_once(node, step).await;
-                }
-                return Ok(());
+            Step::Taint => {
+                self.taint(node).await?;
+                self.say(node, step).await;
+                return self.clear(node).await;
             }
+            Step::DeletePods => return self.clear(node).await,
             Step::Return => {
                 // It may have cleaned up before its pods were deleted. Their mounts do not work any more.
                 if self.delete_running_pods(&name).await? > 0 {
@@ -258,6 +263,17 @@ impl Watch {
             Step::Spare | Step::Refuse => {}
         }
         self.say(node, step).await;
+        Ok(())
+    }
+
+    /// Deletes the pods of a node that has the taint. Repeated until none is left: a finalizer can keep a pod.
+    async fn clear(&mut self, node: &Node) -> Result<()> {
+        let name = node.name_any();
+        if self.delete_pods(&name).await? == 0 {
+            self.cleared.insert(name);
+        } else {
+            self.say_once(node, Step::DeletePods).await;
+        }
         Ok(())
     }
 
