@@ -76,7 +76,7 @@ pub(crate) fn groups_parts_and_devices(cluster: &Cluster, class: &str) {
     cluster.exec("writer", "id > /inner/file && md5sum /v/inner/file > /v/sum");
     let write = "dd if=/dev/urandom of=/dev/raw bs=1M count=4 conv=fsync";
     cluster.exec("writer", write);
-    let sum = "dd if=/dev/raw bs=1M count=4 | md5sum | dd bs=32 count=1 2>/dev/null";
+    let sum = "dd if=/dev/raw bs=1M count=4 2>/dev/null | md5sum | dd bs=32 count=1 2>/dev/null";
     let last = |output: String| output.lines().last().map(str::to_owned);
     let written = last(cluster.exec("writer", sum));
     cluster.delete(POD, "writer");
