@@ -263,6 +263,18 @@ async fn a_node_that_has_cleaned_up_before_its_pods_were_deleted_loses_those_tha
 }
 
 #[tokio::test]
+async fn the_pods_of_a_fenced_node_are_deleted_as_soon_as_it_has_the_taint() {
+    let world = World::new(&names(1));
+    world.volume("c", "rbd/c/p//v");
+    world.pod("waits-for-the-volume", "Running", &["c"]);
+    let marked = serde_json::from_value(node("n00", &[nodes::LOST])).unwrap();
+    let marked = world.cluster.nodes.mirror.put(marked);
+    world.watch().step(&marked, Step::Taint).await.unwrap();
+    assert_eq!(world.asked.names("PATCH", "nodes"), ["n00"]);
+    assert!(world.left().is_empty());
+}
+
+#[tokio::test]
 async fn a_pod_whose_deletion_is_refused_keeps_no_other() {
     let world = World::new(&names(1));
     world.volume("c", "rbd/c/p//v");
