@@ -47,4 +47,6 @@ pub mod store;
 pub mod tail_memory;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod trim_tests;
 pub mod volume;

@@ -49,6 +49,16 @@ impl Page {
         &self.entries
     }
 
+    /// The memory of the entries in bytes, with the room for more.
+    pub fn bytes(&self) -> usize {
+        self.entries.capacity() * size_of::<Entry>()
+    }
+
+    /// Whether the range reads as zeroes.
+    pub fn is_zero(&self, range: &Range<u32>) -> bool {
+        self.overlapping(range).is_empty()
+    }
+
     /// Puts `entry` in place of what its range had before.
     pub fn write(&mut self, entry: Entry, freed: impl FnMut(Freed)) {
         self.replace(range(&entry), Some(entry), freed);
@@ -128,7 +138,19 @@ impl Page {
             cut(found, with.end.min(end)..end)
         });
         let rests = [left, entry, right].into_iter().flatten().filter(|part| part.length > 0);
+        self.make_room();
         self.entries.splice(old, rests);
+        if self.entries.len() < self.entries.capacity() / 2 {
+            self.entries.shrink_to(with_spare(self.entries.len()));
+        }
+    }
+
+    /// Makes room for two more entries. A vector would double its capacity, but many pages are changed once only.
+    fn make_room(&mut self) {
+        let needed = self.entries.len() + 2;
+        if self.entries.capacity() < needed {
+            self.entries.reserve_exact(with_spare(needed) - self.entries.len());
+        }
     }
 
     /// The indices of the entries that overlap `range`.
@@ -144,6 +166,11 @@ impl Page {
 pub fn place_of(entry: &Entry, at: u32) -> Place {
     let at = entry.extent_at + entry.skip + (at - entry.offset);
     Place { ancestor: entry.ancestor, object: entry.object, at }
+}
+
+/// The capacity for this number of entries.
+fn with_spare(entries: usize) -> usize {
+    entries + entries / 8
 }
 
 fn range(entry: &Entry) -> Range<u32> {
@@ -283,6 +310,9 @@ mod tests {
             }
             let counted = self.live.iter().filter(|(_, bytes)| **bytes != 0);
             assert!(counted.eq(live.iter()), "{:?} {live:?}", self.live);
+            let count = self.page.entries().len();
+            let limit = (count + 4) * 2 * size_of::<Entry>();
+            assert!(self.page.bytes() <= limit, "{} bytes for {count} entries", self.page.bytes());
             for entry in self.page.entries() {
                 assert!(entry.length > 0 && entry.skip + entry.length <= entry.extent_length);
             }

@@ -22,6 +22,7 @@ mod keep;
 mod lineage;
 mod opening;
 mod place;
+mod ranges;
 mod read_ahead;
 mod reading;
 mod recovery;
@@ -434,6 +435,12 @@ impl Volume {
     #[cfg(test)]
     pub(crate) fn failure(&self) -> Option<Failure> {
         self.0.lock().check().err()
+    }
+
+    /// The number of names of superfluous objects that are in memory.
+    #[cfg(test)]
+    pub(crate) fn superfluous_names(&self) -> usize {
+        self.0.lock().garbage.names()
     }
 
     /// Compares the live bytes of every log object with the map.

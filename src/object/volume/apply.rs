@@ -7,7 +7,7 @@ use super::access::Failure;
 use super::shared::{Patience, Shared, State};
 use super::table::{Missing, split};
 use super::tasks::{Part, all};
-use crate::codec::{Entry, Extent, Record, Source};
+use crate::codec::{Entry, Extent, MAX_CHILDREN, Record, Source};
 use crate::map::Place;
 use crate::name::Position;
 use crate::rules::{Rule, applies};
@@ -74,7 +74,6 @@ impl Shared {
 
     /// Loads pages that the records change, several at a time.
     async fn load_pages(&self, records: &[Record], patience: Patience) -> Result<(), Failure> {
-        let limit = RECORDS_AHEAD.min(self.config.map_bytes / PAGE_MEMORY_BYTES);
         let pages = |record: &Record| match record {
             Record::Write(extent) | Record::Move(extent, _) => {
                 Some(self.parts(extent.offset..extent.offset + u64::from(extent.length)))
@@ -82,7 +81,12 @@ impl Shared {
             _ => None,
         };
         let numbers = records.iter().filter_map(pages).flatten().map(|(number, _)| number);
-        let mut numbers: Vec<u64> = numbers.collect::<BTreeSet<_>>().into_iter().collect();
+        self.load_all(numbers.collect::<BTreeSet<_>>().into_iter().collect(), patience).await
+    }
+
+    /// Loads map pages, several at a time, as far as there is memory for them.
+    async fn load_all(&self, mut numbers: Vec<u64>, patience: Patience) -> Result<(), Failure> {
+        let limit = RECORDS_AHEAD.min(self.config.map_bytes / PAGE_MEMORY_BYTES);
         {
             let mut state = self.lock();
             numbers.retain(|number| state.map.leaf(*number).is_err());
@@ -155,18 +159,37 @@ impl Shared {
         Ok(())
     }
 
+    /// Makes a range read as zeroes. Pages in it that are empty take no time, so only the data in a range has a cost.
     async fn clear(&self, range: Range<u64>, patience: Patience) -> Result<(), Failure> {
-        for (number, part) in self.parts(range) {
-            self.with_map_for(patience, |state| {
-                if state.map.leaf(number)?.is_none() {
-                    return Ok(());
+        let page = self.page_bytes;
+        let (mut next, end) = (range.start / page, range.end.div_ceil(page));
+        while next < end {
+            let step = next..end.min((split(next).0 + 1) * MAX_CHILDREN as u64);
+            next = step.end;
+            let numbers =
+                self.with_map_for(patience, |state| state.map.existing(step.clone())).await?;
+            for some in numbers.chunks(PAGES_AHEAD) {
+                self.load_all(some.to_vec(), patience).await?;
+                for number in some {
+                    let base = number * page;
+                    let [begin, end] = [range.start, range.end].map(|at| at.saturating_sub(base));
+                    let part = short(begin)..short(end.min(page));
+                    self.with_map_for(patience, |state| zero(state, *number, &part)).await?;
                 }
-                let State { map, usage, .. } = state;
-                map.change(number, |page| page.zero(part.clone(), |freed| usage.lose(freed)))
-            })
-            .await?;
+            }
         }
         Ok(())
+    }
+}
+
+/// Makes a range of a map page read as zeroes. A page that has no data there does not change.
+fn zero(state: &mut State, number: u64, part: &Range<u32>) -> Result<(), Missing> {
+    let State { map, usage, .. } = state;
+    match map.leaf(number)? {
+        Some(page) if !page.is_zero(part) => {
+            map.change(number, |page| page.zero(part.clone(), |freed| usage.lose(freed)))
+        }
+        _ => Ok(()),
     }
 }
 

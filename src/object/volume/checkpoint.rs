@@ -49,9 +49,10 @@ impl Shared {
                 let mut is_new = false;
                 for record in records.iter() {
                     if let Record::Base(at) = record {
-                        state.garbage.permit(*at);
+                        let is_any_left = state.garbage.permit(*at);
                         state.checkpoints.base = state.checkpoints.base.max(Some(*at));
-                        state.checkpoints.has_orphans |= state.snapshots.confirm(*at);
+                        let is_any_freed = state.snapshots.confirm(*at);
+                        state.checkpoints.has_orphans |= is_any_left || is_any_freed;
                         state.limit_collection();
                     } else {
                         is_new = true;
@@ -142,14 +143,18 @@ impl Shared {
             .await?
             .unwrap_or_else(|| vec![None; MAX_CHILDREN]);
         pages.resize(MAX_CHILDREN, None);
-        let leaves = self.lock().map.dirty_leaves(number);
+        let (leaves, emptied) = {
+            let map = &self.lock().map;
+            (map.dirty_leaves(number), map.emptied_leaves(number))
+        };
         let numbers: Vec<u64> = leaves.iter().map(|(leaf, _)| *leaf).collect();
+        let mut old: Vec<PageId> =
+            emptied.into_iter().filter_map(|child| pages[child].take()).collect();
         let puts = leaves.into_iter().map(|(leaf, entries)| -> Part<'_, _> {
             Box::pin(async move { Ok((leaf, self.write_leaf(leaf, entries).await?)) })
         });
-        let mut old = Vec::new();
         for (leaf, id) in all(puts, PAGES_IN_FLIGHT).await? {
-            old.extend(std::mem::replace(&mut pages[split(leaf).1], id));
+            old.extend(pages[split(leaf).1].replace(id));
         }
         let id = match pages.iter().any(Option::is_some) {
             true => Some(self.next_page()),
@@ -170,16 +175,13 @@ impl Shared {
         Ok(())
     }
 
-    /// Writes a map page, unless it is empty.
-    async fn write_leaf(&self, range: u64, entries: Vec<Entry>) -> Result<Option<PageId>, Failure> {
-        if entries.is_empty() {
-            return Ok(None);
-        }
+    /// Writes a map page.
+    async fn write_leaf(&self, range: u64, entries: Vec<Entry>) -> Result<PageId, Failure> {
         let id = self.next_page();
         let identity = self.access.identity(id.epoch, id.number);
         let page = Leaf { identity, nonce: self.access.nonce, range, entries };
         self.put(name(id), &page.encode()).await?;
-        Ok(Some(id))
+        Ok(id)
     }
 
     async fn write_usage(&self, at: Position) -> Result<(), Failure> {

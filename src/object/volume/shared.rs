@@ -99,37 +99,66 @@ pub(super) struct Garbage {
     held: BTreeSet<Name>,
     /// What may be deleted.
     pub(super) permitted: VecDeque<Name>,
+    /// The number of names in memory from which pages are left to a sweep.
+    max_names: usize,
+    /// The next checkpoint makes pages superfluous that are left to a sweep.
+    leaves_pages: bool,
+    /// The newest checkpoint that has made such pages superfluous. Its base record is not confirmed.
+    left_at: Option<Position>,
 }
 
+/// The memory of the map in bytes, for each name of a superfluous object that is kept. A name takes about an eighth of
+/// that. A trim can make every page of a volume superfluous at the same time.
+const MAP_BYTES_FOR_NAME: usize = 1024;
+
 impl Garbage {
+    /// Makes an empty list. `map_bytes` is the memory for the map.
+    fn new(map_bytes: usize) -> Self {
+        Self { max_names: map_bytes / MAP_BYTES_FOR_NAME, ..Self::default() }
+    }
+
     /// Takes objects that the next checkpoint does not need. Must be called together with the change of the map
     /// or the usage, so that a sweep finds each object there or here.
     pub(super) fn supersede(&mut self, names: impl IntoIterator<Item = Name>) {
         for name in names {
+            if matches!(name, Name::Page { .. }) && self.names() >= self.max_names {
+                self.leaves_pages = true;
+                continue;
+            }
             self.held.insert(name);
             self.superseded.push(name);
         }
     }
 
+    /// The number of names in memory.
+    pub(super) fn names(&self) -> usize {
+        self.held.len() + self.permitted.len()
+    }
+
     /// The checkpoint was written.
     pub(super) fn close(&mut self, checkpoint: Position) {
+        if std::mem::take(&mut self.leaves_pages) {
+            self.left_at = Some(checkpoint);
+        }
         self.pending.push_back((checkpoint, std::mem::take(&mut self.superseded)));
     }
 
     /// Permits the deletion of what the checkpoint and the ones before it have made superfluous. Its base
-    /// record is confirmed.
-    pub(super) fn permit(&mut self, checkpoint: Position) {
+    /// record is confirmed. Returns whether a sweep must find some of it.
+    pub(super) fn permit(&mut self, checkpoint: Position) -> bool {
         while self.pending.front().is_some_and(|(at, _)| *at <= checkpoint) {
             for name in self.pending.pop_front().map_or(Vec::new(), |(_, names)| names) {
                 self.held.remove(&name);
                 self.permitted.push_back(name);
             }
         }
+        self.left_at.take_if(|at| *at <= checkpoint).is_some()
     }
 
-    /// Whether the object must be kept until a base record is confirmed.
+    /// Whether the object must be kept until a base record is confirmed. All pages are, while it is not known which ones.
     pub(super) fn is_held(&self, name: Name) -> bool {
-        self.held.contains(&name)
+        let is_any_page_left = self.leaves_pages || self.left_at.is_some();
+        self.held.contains(&name) || is_any_page_left && matches!(name, Name::Page { .. })
     }
 }
 
@@ -178,7 +207,7 @@ impl Shared {
             tail_memory: None,
             map,
             usage,
-            garbage: Garbage::default(),
+            garbage: Garbage::new(config.map_bytes),
             checkpoints: Checkpoints::default(),
             snapshots: Snapshots::default(),
             ahead: ReadAhead::new(config.read_ahead_bytes),

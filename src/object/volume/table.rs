@@ -5,10 +5,14 @@
 //! without changes are evicted, the least recently used first. Changed map pages stay until a checkpoint has
 //! written them; [`Table::dirty_bytes`] tells when one is due. A page of the index changes only in a checkpoint,
 //! and is written there at once.
+//!
+//! A map page that has become empty is no page in memory, but a number in a set of ranges. So a trim of any length
+//! takes the memory of one range.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use super::ranges::Ranges;
 use crate::codec::{Entry, MAX_CHILDREN, PageId};
 use crate::map::Page;
 
@@ -48,6 +52,8 @@ struct Cached {
 pub(super) struct Table {
     root: Vec<Option<PageId>>,
     pages: BTreeMap<Key, Cached>,
+    /// The map pages that have become empty since the last checkpoint. Those in `pages` have content again.
+    emptied: Ranges,
     /// The pages without changes, by their last use.
     evictable: BTreeMap<u64, Key>,
     tick: u64,
@@ -62,6 +68,7 @@ impl Table {
         let mut table = Self {
             root,
             pages: BTreeMap::new(),
+            emptied: Ranges::default(),
             evictable: BTreeMap::new(),
             tick: 0,
             bytes: 0,
@@ -94,12 +101,12 @@ impl Table {
 
     /// The memory of all pages in bytes.
     pub(super) fn bytes(&self) -> usize {
-        self.bytes
+        self.bytes + self.emptied.bytes()
     }
 
     /// The memory of changed pages in bytes.
     pub(super) fn dirty_bytes(&self) -> usize {
-        self.dirty_bytes
+        self.dirty_bytes + self.emptied.bytes()
     }
 
     pub(super) fn root(&self) -> &[Option<PageId>] {
@@ -123,7 +130,7 @@ impl Table {
         }))
     }
 
-    /// Changes a map page with `change`. The page becomes dirty.
+    /// Changes a map page with `change`. The page becomes dirty, or is only a number if it has become empty.
     ///
     /// # Errors
     /// Returns the page that must be loaded first; nothing was changed then.
@@ -140,6 +147,7 @@ impl Table {
         let result = change(page);
         let before = cached.bytes;
         cached.bytes = leaf_bytes(page);
+        let is_empty = page.entries().is_empty();
         self.bytes = self.bytes + cached.bytes - before;
         if cached.is_dirty {
             self.dirty_bytes -= before;
@@ -147,20 +155,67 @@ impl Table {
         self.dirty_bytes += cached.bytes;
         cached.is_dirty = true;
         self.evictable.remove(&cached.tick);
+        if is_empty {
+            self.drop_empty(number);
+        }
         Ok(result)
+    }
+
+    /// Removes a changed map page that has become empty from memory.
+    fn drop_empty(&mut self, number: u64) {
+        if let Some(cached) = self.pages.remove(&Key::Leaf(number)) {
+            self.bytes -= cached.bytes;
+            self.dirty_bytes -= cached.bytes;
+        }
+        if self.root_of(split(number).0).is_some() {
+            self.emptied.insert(number);
+            self.evict();
+        }
+    }
+
+    fn root_of(&self, index: u64) -> Option<PageId> {
+        self.root.get(usize::try_from(index).unwrap_or(usize::MAX)).copied().flatten()
+    }
+
+    /// Returns the numbers in `numbers` of map pages that are not empty. All are below one page of the index.
+    ///
+    /// # Errors
+    /// Returns the page of the index if it must be loaded first.
+    pub(super) fn existing(&mut self, numbers: Range<u64>) -> Result<Vec<u64>, Missing> {
+        let (index, first) = split(numbers.start);
+        let in_memory = Key::Leaf(numbers.start)..Key::Leaf(numbers.end);
+        let is_none_in_memory = self.pages.range(in_memory).next().is_none();
+        if self.root_of(index).is_none() && is_none_in_memory {
+            return Ok(Vec::new());
+        }
+        let stored: Vec<bool> = match self.index(index)? {
+            Some(pages) => pages.iter().skip(first).map(Option::is_some).collect(),
+            None => Vec::new(),
+        };
+        let is_stored = |place: usize| stored.get(place).copied().unwrap_or(false);
+        Ok(numbers
+            .enumerate()
+            .filter(|(place, number)| {
+                self.pages.contains_key(&Key::Leaf(*number))
+                    || is_stored(*place) && !self.emptied.contains(*number)
+            })
+            .map(|(_, number)| number)
+            .collect())
     }
 
     /// Returns the name of a map page, `None` if there is none.
     pub(super) fn leaf_id(&mut self, number: u64) -> Result<Option<PageId>, Missing> {
+        if self.emptied.contains(number) {
+            return Ok(None);
+        }
         let (index, child) = split(number);
         Ok(self.index(index)?.and_then(|pages| pages.get(child).copied().flatten()))
     }
 
-    /// Returns a page of the index, `None` if there is none.
+    /// Returns a page of the index as the last checkpoint has it, `None` if there is none.
     pub(super) fn index(&mut self, number: u64) -> Result<Option<&[Option<PageId>]>, Missing> {
-        let at = usize::try_from(number).unwrap_or(usize::MAX);
         if !self.pages.contains_key(&Key::Index(number)) {
-            return match self.root.get(at).copied().flatten() {
+            return match self.root_of(number) {
                 Some(id) => Err(Missing::Index(number, id)),
                 None => Ok(None),
             };
@@ -181,8 +236,7 @@ impl Table {
 
     /// Takes a page of the index that was loaded. It is ignored if it was replaced meanwhile.
     pub(super) fn supply_index(&mut self, number: u64, id: PageId, pages: Vec<Option<PageId>>) {
-        let at = usize::try_from(number).unwrap_or(usize::MAX);
-        let is_current = self.root.get(at) == Some(&Some(id));
+        let is_current = self.root_of(number) == Some(id);
         if is_current && !self.pages.contains_key(&Key::Index(number)) {
             self.insert(Key::Index(number), Content::Index(pages));
         }
@@ -205,13 +259,22 @@ impl Table {
         let mut numbers: Vec<u64> =
             self.dirty_in(0..u64::MAX).map(|(number, _)| split(number).0).collect();
         numbers.dedup();
+        let emptied = self.emptied.within(0..u64::MAX);
+        numbers.extend(emptied.flat_map(|range| split(range.start).0..=split(range.end - 1).0));
+        numbers.sort_unstable();
+        numbers.dedup();
         numbers
+    }
+
+    /// Returns the places in a page of the index of map pages that have become empty.
+    pub(super) fn emptied_leaves(&self, index: u64) -> Vec<usize> {
+        let ranges = self.emptied.within(below(index));
+        ranges.flatten().map(|number| split(number).1).collect()
     }
 
     /// Returns the changed map pages below a page of the index.
     pub(super) fn dirty_leaves(&self, index: u64) -> Vec<(u64, Vec<Entry>)> {
-        let first = index * MAX_CHILDREN as u64;
-        let below = self.dirty_in(first..first + MAX_CHILDREN as u64);
+        let below = self.dirty_in(below(index));
         below.map(|(number, page)| (number, page.entries().to_vec())).collect()
     }
 
@@ -226,6 +289,7 @@ impl Table {
     ) {
         self.root[usize::try_from(index).unwrap_or(usize::MAX)] = id;
         self.insert(Key::Index(index), Content::Index(pages));
+        self.emptied.remove(&below(index));
         for number in leaves {
             let Some(cached) = self.pages.get_mut(&Key::Leaf(*number)) else { continue };
             cached.is_dirty = false;
@@ -271,7 +335,7 @@ impl Table {
 
     /// Evicts pages until the rest is within the bound, but not the two that were used last: a page and its index.
     fn evict(&mut self) {
-        while self.bytes > self.max_bytes && self.evictable.len() > 2 {
+        while self.bytes() > self.max_bytes && self.evictable.len() > 2 {
             let Some((_, key)) = self.evictable.pop_first() else { return };
             if let Some(cached) = self.pages.remove(&key) {
                 self.bytes -= cached.bytes;
@@ -286,8 +350,14 @@ pub(super) fn split(leaf: u64) -> (u64, usize) {
     (leaf / children, usize::try_from(leaf % children).unwrap_or(usize::MAX))
 }
 
+/// The numbers of the map pages below a page of the index.
+fn below(index: u64) -> Range<u64> {
+    let children = MAX_CHILDREN as u64;
+    index * children..(index + 1) * children
+}
+
 fn leaf_bytes(page: &Page) -> usize {
-    OVERHEAD_BYTES + size_of_val(page.entries())
+    OVERHEAD_BYTES + page.bytes()
 }
 
 /// Pages that an ancestor has written, as a clone refers to them.
