@@ -158,6 +158,8 @@ impl World {
             checkpoint_slots: random.choose(&[1, 3, 10]),
             sweep_checkpoints: random.choose(&[1, 4]),
             max_space_percent: random.choose(&[100, 150, 1_000_000]),
+            // Without a draw, which would change all later ones of a seed.
+            max_copies: self.started.is_multiple_of(3).then_some(4 * SECTOR as u64),
         };
         let idle = random.choose(&[0, 0, 10, 40]);
         let own = Random(random.next());

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use crate::snapshot_tests::settle;
-use crate::store::Store;
-use crate::tests::{Memory, block_on, create, open, with_volume};
-use crate::volume::{Config, Volume};
+use crate::store::{Pending, Store};
+use crate::tests::{Memory, block_on, create, open, with_volume, yield_once};
+use crate::volume::{Config, Failure, Volume, race};
 
 const BLOCK: usize = 4096;
 const BLOCKS: u64 = 256;
@@ -63,4 +63,121 @@ fn the_status_counts_what_is_put_and_what_is_written() {
     let mut buffer = [0; BLOCK];
     block_on(second.read(16 * BLOCK as u64, &mut buffer)).unwrap();
     assert_eq!(buffer, [1; BLOCK]);
+}
+
+/// The blocks of a volume of 4 MiB.
+const MANY: u64 = 1024;
+
+/// The space from which the collector relocates data of `live` bytes, and that from which it does so without a budget.
+fn limits(live: u64) -> (u64, u64) {
+    (live / 100 * 150 + (64 << 10), live / 100 * 200 + (128 << 10))
+}
+
+/// What the collector may copy at once.
+const BUDGET: u64 = 64 << 10;
+
+/// A full volume, in which the collector has a budget.
+fn limited() -> (Arc<Memory>, Volume) {
+    let memory = Arc::new(Memory::default());
+    let store: Arc<dyn Store> = Arc::clone(&memory) as _;
+    create(&store, 8 << 20);
+    let max_copies = Some(BUDGET);
+    let config = Config { object_bytes: 64 << 10, max_copies, ..Config::default() };
+    let volume = open(&store, 10, config).unwrap();
+    replace(&volume, &memory, |_| true);
+    (memory, volume)
+}
+
+/// Writes each block whose number, modulo 16, `is_chosen`, in full objects.
+fn replace(volume: &Volume, memory: &Memory, is_chosen: impl Fn(u64) -> bool + Send + Sync) {
+    with_volume(volume, async {
+        for number in (0..MANY).filter(|number| is_chosen(number % 16)) {
+            volume.write(number * BLOCK as u64, &[7; BLOCK]).await?;
+        }
+        volume.flush().await
+    })
+    .unwrap();
+    settle(volume, memory);
+}
+
+#[test]
+fn the_collector_copies_no_more_than_it_was_granted() {
+    let (memory, volume) = limited();
+    replace(&volume, &memory, |place| place >= 6);
+    let status = volume.status();
+    let (limit, urgent) = limits(status.live_bytes);
+    assert!((limit + 1..urgent).contains(&status.space_bytes), "{status:?}");
+    // The last copy may exceed the budget.
+    let (least, most) = (BUDGET, BUDGET + BLOCK as u64);
+    assert!((least..most).contains(&status.copied_bytes), "{status:?}");
+    let mut grants = 0;
+    while volume.status().space_bytes > limits(volume.status().live_bytes).0 {
+        assert!(grants < 50, "{:?}", volume.status());
+        grants += 1;
+        volume.grant_copies(BUDGET);
+        settle(&volume, &memory);
+        let (copied, granted) = (volume.status().copied_bytes, grants * BUDGET);
+        assert!(copied < most + granted, "{copied} bytes after {grants} grants");
+    }
+    assert!(grants > 3, "{grants}");
+    block_on(volume.check_accounting()).unwrap();
+}
+
+#[test]
+fn copies_do_not_wait_for_a_grant_while_there_is_too_much_garbage() {
+    let (memory, volume) = limited();
+    let before = memory.log_objects();
+    // Each time, what was written last keeps one block of sixteen.
+    for first in 1..4 {
+        replace(&volume, &memory, |place| place >= first);
+    }
+    let status = volume.status();
+    let (limit, urgent) = limits(status.live_bytes);
+    assert!((limit + 1..=urgent).contains(&status.space_bytes), "{status:?}");
+    assert!(status.copied_bytes > 2 * BUDGET, "{status:?}");
+    let objects = memory.log_objects();
+    assert!(objects < 2 * before + 20, "{objects} objects, {before} before: none were deleted");
+}
+
+#[test]
+fn a_pause_does_not_wait_for_a_grant() {
+    let (_, volume) = limited();
+    let copied = || volume.status().copied_bytes;
+    with_volume(&volume, async {
+        for number in (0..MANY).filter(|number| number % 16 >= 6) {
+            volume.write(number * BLOCK as u64, &[7; BLOCK]).await?;
+        }
+        volume.flush().await?;
+        soon(async {
+            while copied() < BUDGET {
+                yield_once().await;
+            }
+            Ok(())
+        })
+        .await?;
+        // The next copy waits.
+        soon(volume.pause()).await?;
+        let before = copied();
+        volume.resume();
+        volume.grant_copies(BUDGET);
+        soon(async {
+            while copied() == before {
+                yield_once().await;
+            }
+            Ok(())
+        })
+        .await
+    })
+    .unwrap();
+}
+
+/// Fails if the future waits for something that does not happen.
+async fn soon(future: impl Future<Output = Result<(), Failure>> + Send) -> Result<(), Failure> {
+    let given_up = async {
+        for _ in 0..10_000 {
+            yield_once().await;
+        }
+        Err(Failure::Invalid("it waits"))
+    };
+    race(vec![Box::pin(future) as Pending<'_, _>, Box::pin(given_up)]).await
 }

@@ -36,6 +36,12 @@ impl Memory {
         self.put_bytes.load(Ordering::Relaxed)
     }
 
+    /// The log objects in the store.
+    pub(crate) fn log_objects(&self) -> usize {
+        let objects = self.objects.lock().unwrap();
+        objects.keys().filter(|name| name.starts_with("log/")).count()
+    }
+
     pub(crate) fn log_reads(&self) -> u64 {
         self.log_reads.load(Ordering::Relaxed)
     }

@@ -10,6 +10,7 @@
 mod access;
 mod ahead;
 mod apply;
+mod budget;
 mod check;
 mod checkpoint;
 mod cloning;
@@ -88,6 +89,10 @@ pub struct Config {
     /// The space of log objects, in percent of the data in them that is needed, from which the collector
     /// relocates data.
     pub max_space_percent: u64,
+    /// The data that the collector may copy without another [`Volume::grant_copies`], at most, in bytes; `None`: it
+    /// copies without a limit. The limit does not apply while the space is above `max_space_percent` and 50 percent
+    /// more, plus two objects.
+    pub max_copies: Option<u64>,
 }
 
 impl Default for Config {
@@ -103,6 +108,7 @@ impl Default for Config {
             checkpoint_slots: 256,
             sweep_checkpoints: 64,
             max_space_percent: 150,
+            max_copies: None,
         }
     }
 }
@@ -138,6 +144,8 @@ pub struct Status {
     pub put_bytes: u64,
     /// The bytes that were written since then, without those of the collector.
     pub written_bytes: u64,
+    /// The bytes that the collector has copied since then.
+    pub copied_bytes: u64,
     /// The memory of the map's pages in bytes.
     pub map_bytes: usize,
     /// The data that was read ahead in bytes.
@@ -213,6 +221,7 @@ impl Volume {
             object_bytes: state.usage.all().bytes,
             put_bytes: self.0.access.put_bytes(),
             written_bytes: state.written_bytes,
+            copied_bytes: state.budget.copied(),
             map_bytes: state.map.bytes(),
             ahead_bytes: state.ahead.bytes(),
             tail_bytes: state.tail.bytes(),
@@ -422,6 +431,15 @@ impl Volume {
     /// stopped, and another error if the volume or the parent is damaged, or if the volume has failed.
     pub async fn flatten(&self, progress: Progress<'_>) -> Result<(), Failure> {
         self.0.follow_flatten(progress).await
+    }
+
+    /// Lets the collector copy this many bytes more, if [`Config::max_copies`] limits it.
+    pub fn grant_copies(&self, bytes: u64) {
+        if self.0.config.max_copies.is_some() {
+            let mut state = self.0.lock();
+            state.budget.grant(bytes);
+            state.changed();
+        }
     }
 
     /// Asks for a checkpoint. It is written in the background.

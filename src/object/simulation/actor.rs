@@ -154,6 +154,7 @@ impl Actor {
                 Err(failure) => return failure,
             }
             self.if_alive().await;
+            volume.grant_copies(SECTOR as u64);
             if volume.is_kept() {
                 self.oracle().kept(epoch);
             }

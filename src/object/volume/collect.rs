@@ -2,6 +2,9 @@
 //!
 //! A relocation is a record of the log like any other. Deletions follow when the base record of a checkpoint
 //! that does not need the object is confirmed. `sweep` finds the rest.
+//!
+//! Copies are limited by a budget, unless the space has grown so much that it matters more than the requests beside the
+//! copies.
 
 use std::collections::BTreeSet;
 
@@ -9,16 +12,26 @@ use super::access::Failure;
 use super::request::SECTOR_BYTES;
 use super::shared::{Shared, State};
 use super::sweep::Reach;
-use super::usage::Sum;
 use crate::codec::{Entry, LogObject, MAX_EXTENT_BYTES, Source};
 use crate::map::place_of;
 use crate::name::{Name, Position};
+
+/// Above the limit of the space by this many percent of the needed data, and one object, copies are urgent: they do not
+/// wait for the budget.
+const URGENT_PERCENT: u64 = 50;
 
 /// What the collector does next.
 enum Work {
     Delete(Name),
     Relocate(Vec<Position>),
     Sweep(Reach),
+}
+
+/// What follows while a copy waits for the budget.
+enum Turn {
+    Copy,
+    Delete(Name),
+    Stop,
 }
 
 /// What the collector remembers.
@@ -51,13 +64,7 @@ impl Shared {
                 Err(failure) => return failure,
             };
             let done = match work {
-                Work::Delete(name) => {
-                    let deleted = self.access.delete(name).await;
-                    if deleted.is_err() {
-                        self.lock().garbage.permitted.push_back(name);
-                    }
-                    deleted
-                }
+                Work::Delete(name) => self.delete(name).await,
                 Work::Relocate(victims) => self.relocate_all(&victims, &mut memory).await,
                 Work::Sweep(reach) => {
                     let swept = self.sweep(reach).await;
@@ -101,10 +108,10 @@ impl Shared {
                 false => Reach::Earlier,
             }));
         }
-        let Sum { space: weight, live, .. } = state.usage.free();
-        let spare = u64::try_from(self.config.object_bytes).unwrap_or(u64::MAX);
-        let limit = (live / 100).saturating_mul(self.config.max_space_percent) + spare;
-        if weight <= limit {
+        let weight = state.usage.free().space;
+        let spare = self.spare();
+        let may_copy = state.budget.is_open() || self.is_urgent(state);
+        if weight <= self.space_limit(state, 0) || !may_copy {
             return None;
         }
         let count = state.checkpoints.count;
@@ -127,6 +134,57 @@ impl Shared {
         Some(Work::Relocate(victims))
     }
 
+    /// The space of small volumes, for which the limit is too small. In bytes.
+    fn spare(&self) -> u64 {
+        u64::try_from(self.config.object_bytes).unwrap_or(u64::MAX)
+    }
+
+    /// The space of log objects from which the collector relocates data, or if `more` percent of the needed data, and one
+    /// object, are added to it. In bytes.
+    fn space_limit(&self, state: &State, more: u64) -> u64 {
+        let spare = if more > 0 { 2 * self.spare() } else { self.spare() };
+        let percent = self.config.max_space_percent.saturating_add(more);
+        (state.usage.free().live / 100).saturating_mul(percent).saturating_add(spare)
+    }
+
+    /// Whether there is so much superfluous data that copies do not wait for the budget.
+    fn is_urgent(&self, state: &State) -> bool {
+        state.usage.free().space > self.space_limit(state, URGENT_PERCENT)
+    }
+
+    /// Waits until the budget allows a copy of this many bytes, and deletes meanwhile what may be deleted. Returns false
+    /// if the volume is paused first.
+    async fn may_copy(&self, bytes: u64) -> Result<bool, Failure> {
+        loop {
+            let turn = self
+                .wait(|state| {
+                    let is_urgent = self.is_urgent(state);
+                    if state.budget.take(bytes, is_urgent) {
+                        return Some(Turn::Copy);
+                    }
+                    if state.pause.is_wanted {
+                        return Some(Turn::Stop);
+                    }
+                    state.garbage.permitted.pop_front().map(Turn::Delete)
+                })
+                .await?;
+            match turn {
+                Turn::Copy => return Ok(true),
+                Turn::Stop => return Ok(false),
+                Turn::Delete(name) => self.delete(name).await?,
+            }
+        }
+    }
+
+    /// Deletes an object that may be deleted.
+    async fn delete(&self, name: Name) -> Result<(), Failure> {
+        let deleted = self.access.delete(name).await;
+        if deleted.is_err() {
+            self.lock().garbage.permitted.push_back(name);
+        }
+        deleted
+    }
+
     /// The data that relocations put at least into an object.
     fn capacity(&self) -> u64 {
         let half = self.config.object_bytes as u64 / 2;
@@ -139,7 +197,9 @@ impl Shared {
         for victim in victims {
             match self.relocate(*victim).await {
                 // Reads of its data report the object. It stays for a repair.
-                Ok(()) | Err(Failure::Damaged { .. } | Failure::Lost(_)) => {}
+                Ok(true) | Err(Failure::Damaged { .. } | Failure::Lost(_)) => {}
+                // It is a victim again after the pause.
+                Ok(false) => break,
                 // It is a victim again later.
                 Err(failure) => return Err(failure),
             }
@@ -151,8 +211,9 @@ impl Shared {
         Ok(())
     }
 
-    /// Appends copies of what the map refers to in an object.
-    async fn relocate(&self, victim: Position) -> Result<(), Failure> {
+    /// Appends copies of what the map refers to in an object. Returns false if the volume is paused before the budget
+    /// allows all of them.
+    async fn relocate(&self, victim: Position) -> Result<bool, Failure> {
         let name = Name::Slot(victim);
         let identity = self.access.identity(victim.epoch, victim.slot);
         let decode = |bytes: &[u8]| LogObject::decode(identity, bytes);
@@ -162,7 +223,7 @@ impl Shared {
         let header = object.encode().len() as u64;
         let live = self.live_parts(victim, &object).await?;
         let stored = |live: &Live| self.access.packing.stored(&live.entry);
-        let Some(begin) = live.iter().map(|live| stored(live).start).min() else { return Ok(()) };
+        let Some(begin) = live.iter().map(|live| stored(live).start).min() else { return Ok(true) };
         let end = live.iter().map(|live| stored(live).end).max().unwrap_or(begin);
         let end = end.min(header + self.access.packing.stored_bytes(&object));
         let Some(bytes) = self.access.read(name, begin..end).await? else {
@@ -178,10 +239,13 @@ impl Shared {
             let data = &extent[entry.skip as usize..][..entry.length as usize];
             let at = place_of(&entry, entry.offset).at;
             let from = Source { object: victim, at };
+            if !self.may_copy(data.len() as u64).await? {
+                return Ok(false);
+            }
             self.admit(data.len()).await?;
             self.lock().tail.relocate(part.offset, data, from);
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Returns why a victim is missing. It may have been overwritten and deleted meanwhile.

@@ -9,6 +9,7 @@ use std::task::{Poll, Waker};
 use super::Config;
 use super::access::{Access, Failure};
 use super::ahead::ReadAhead;
+use super::budget::Budget;
 use super::flattening::Phase;
 use super::snapshots::Snapshots;
 use super::table::{self, Missing, inherited_entries, inherited_pages};
@@ -47,6 +48,7 @@ pub(super) struct State {
     pub(super) map: table::Table,
     pub(super) usage: usage::Table,
     pub(super) garbage: Garbage,
+    pub(super) budget: Budget,
     pub(super) checkpoints: Checkpoints,
     pub(super) snapshots: Snapshots,
     pub(super) ahead: ReadAhead,
@@ -208,6 +210,7 @@ impl Shared {
             map,
             usage,
             garbage: Garbage::new(config.map_bytes),
+            budget: Budget::new(config.max_copies),
             checkpoints: Checkpoints::default(),
             snapshots: Snapshots::default(),
             ahead: ReadAhead::new(config.read_ahead_bytes),
