@@ -143,8 +143,9 @@ map, set, resize, status TARGET: a mapping
            failed until it is mapped again
   sync_failed  true: the storage lost written data; every flush fails until it is mapped again
   unsaved_bytes  acknowledged writes in memory that are not in the store yet; a failure of the node loses them
-  space    {put_bytes, written_bytes, write_amplification, object_bytes, live_bytes, space_amplification} of a
-           volume on an object store; or null. An amplification is null before there is data
+  space    {put_bytes, written_bytes, write_amplification, object_bytes, live_bytes, space_amplification,
+           copied_bytes, copy_rate} of a volume on an object store; or null. An amplification is null before
+           there is data. The collector copies at most copy_rate bytes a second; null is no limit
   outage   {since_unix_ms, reason, queued, policy} while the backend cannot be reached; or null
   quiesce  whether the device is quiesced for snapshots
   quiet    {since_unix_ms, hook} while it is quiesced; or null. hook is null if file systems are frozen

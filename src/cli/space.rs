@@ -21,12 +21,30 @@ pub(super) struct Space {
     pub live_bytes: u64,
     /// The first divided by the second; null while the volume has no data.
     pub space_amplification: Option<f64>,
+    /// The bytes that the collector has copied since the worker opened the volume.
+    pub copied_bytes: u64,
+    /// The bytes per second that it copies at most; null if there is no limit.
+    pub copy_rate: Option<u64>,
 }
 
 impl From<v1::SpaceUse> for Space {
     fn from(space: v1::SpaceUse) -> Self {
-        let v1::SpaceUse { put_bytes, written_bytes, object_bytes, live_bytes } = space;
-        let space = SpaceUse { put_bytes, written_bytes, object_bytes, live_bytes };
+        let v1::SpaceUse {
+            put_bytes,
+            written_bytes,
+            object_bytes,
+            live_bytes,
+            copied_bytes,
+            copy_rate,
+        } = space;
+        let space = SpaceUse {
+            put_bytes,
+            written_bytes,
+            object_bytes,
+            live_bytes,
+            copied_bytes,
+            copy_rate,
+        };
         Self {
             put_bytes,
             written_bytes,
@@ -34,6 +52,8 @@ impl From<v1::SpaceUse> for Space {
             object_bytes,
             live_bytes,
             space_amplification: space.space_amplification().map(rounded),
+            copied_bytes,
+            copy_rate: Some(copy_rate).filter(|rate| *rate > 0),
         }
     }
 }
@@ -50,6 +70,15 @@ impl Space {
     pub(super) fn of_space(&self) -> String {
         let (objects, live) = (human(self.object_bytes), human(self.live_bytes));
         shown(self.space_amplification, &format!("{objects} of data in objects, {live} needed"))
+    }
+
+    /// Returns what the collector has copied, and its limit, as text.
+    pub(super) fn of_collector(&self) -> String {
+        let limit = match self.copy_rate {
+            Some(rate) => format!("at most {} a second", human(rate)),
+            None => "no limit".to_owned(),
+        };
+        format!("{} copied ({limit})", human(self.copied_bytes))
     }
 }
 

@@ -320,6 +320,7 @@ pub(super) fn details(mapping: &Mapping) -> String {
     if let Some(space) = &mapping.space {
         line("write amplification", space.of_writes());
         line("space amplification", space.of_space());
+        line("collector", space.of_collector());
     }
     if let Some(outage) = &mapping.outage {
         line("outage", outage.to_string());

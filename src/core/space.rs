@@ -11,6 +11,10 @@ pub struct SpaceUse {
     pub object_bytes: u64,
     /// The part of it that the volume needs.
     pub live_bytes: u64,
+    /// The bytes that the collector has copied since the worker opened the volume. `put_bytes` contains them.
+    pub copied_bytes: u64,
+    /// The bytes per second that it copies at most; 0 if there is no limit.
+    pub copy_rate: u64,
 }
 
 impl SpaceUse {
@@ -43,8 +47,13 @@ mod tests {
         let new = SpaceUse { put_bytes: 100, ..SpaceUse::default() };
         assert!(new.is_counted() && !SpaceUse::default().is_counted());
         assert_eq!((new.write_amplification(), new.space_amplification()), (None, None));
-        let used =
-            SpaceUse { put_bytes: 150, written_bytes: 100, object_bytes: 90, live_bytes: 60 };
+        let used = SpaceUse {
+            put_bytes: 150,
+            written_bytes: 100,
+            object_bytes: 90,
+            live_bytes: 60,
+            ..SpaceUse::default()
+        };
         assert_eq!(used.write_amplification(), Some(1.5));
         assert_eq!(used.space_amplification(), Some(1.5));
         let other = SpaceUse { put_bytes: 300, live_bytes: 30, ..used };

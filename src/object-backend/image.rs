@@ -161,7 +161,12 @@ impl ObjectImage {
             keep,
             cache,
             read_only: options.read_only || snapshot.is_some(),
-            shared: Arc::new(Shared::new(name, executor.spawner(), size, snapshot)),
+            shared: Arc::new(Shared::new(
+                name,
+                executor.spawner(),
+                size,
+                (snapshot, spec.home.collect_rate()),
+            )),
             serving: Mutex::new(None),
             _executor: executor,
         };

@@ -23,6 +23,7 @@ mod cache;
 mod check;
 mod claim;
 mod clones;
+mod collect_rate;
 mod connection;
 mod defects;
 mod errors;

@@ -389,7 +389,7 @@ const RECONNECTS: usize = HANDOVER + 1;
 const SYNC_FAILED: usize = RECONNECTS + 1;
 /// Word of the header: see [`Page::set_unsaved`].
 const UNSAVED: usize = SYNC_FAILED + 1;
-/// First of four words of the header: see [`Page::set_space`].
+/// First of six words of the header: see [`Page::set_space`].
 const SPACE: usize = UNSAVED + 1;
 /// The number of words before the first slot. Unused words are zero.
 const HEADER_WORDS: usize = 512;

@@ -21,8 +21,15 @@ impl Page {
 
     /// Sets what the volume has put to its store and takes there. The values stay after the worker has ended.
     pub fn set_space(&self, space: SpaceUse) {
-        let SpaceUse { put_bytes, written_bytes, object_bytes, live_bytes } = space;
-        let values = [put_bytes, written_bytes, object_bytes, live_bytes];
+        let SpaceUse {
+            put_bytes,
+            written_bytes,
+            object_bytes,
+            live_bytes,
+            copied_bytes,
+            copy_rate,
+        } = space;
+        let values = [put_bytes, written_bytes, object_bytes, live_bytes, copied_bytes, copy_rate];
         for (word, value) in self.memory.words()[SPACE..].iter().zip(values) {
             word.store(value, Relaxed);
         }
@@ -32,7 +39,8 @@ impl Page {
     pub fn space(&self) -> SpaceUse {
         let word = |index: usize| self.memory.words()[SPACE + index].load(Relaxed);
         let [put_bytes, written_bytes, object_bytes, live_bytes] = [0, 1, 2, 3].map(word);
-        SpaceUse { put_bytes, written_bytes, object_bytes, live_bytes }
+        let [copied_bytes, copy_rate] = [4, 5].map(word);
+        SpaceUse { put_bytes, written_bytes, object_bytes, live_bytes, copied_bytes, copy_rate }
     }
 }
 
@@ -45,11 +53,18 @@ mod tests {
         let (page, file) = Page::create().unwrap();
         let reader = Page::from_fd(file).unwrap();
         assert!(!reader.space().is_counted());
-        let space = SpaceUse { put_bytes: 4, written_bytes: 3, object_bytes: 2, live_bytes: 1 };
+        let space = SpaceUse {
+            put_bytes: 6,
+            written_bytes: 5,
+            object_bytes: 4,
+            live_bytes: 3,
+            copied_bytes: 2,
+            copy_rate: 1,
+        };
         page.set_space(space);
-        page.set_unsaved(5);
-        assert_eq!((reader.space(), reader.unsaved()), (space, 5));
+        page.set_unsaved(7);
+        assert_eq!((reader.space(), reader.unsaved()), (space, 7));
         let seen = reader.snapshot();
-        assert_eq!((seen.space, seen.unsaved), (space, 5));
+        assert_eq!((seen.space, seen.unsaved), (space, 7));
     }
 }

@@ -183,9 +183,16 @@ fn the_offsets_in_the_statistics_page_do_not_change() {
     page.count_reconnect();
     page.set_sync_failed();
     page.set_unsaved(17);
-    page.set_space(SpaceUse { put_bytes: 18, written_bytes: 19, object_bytes: 20, live_bytes: 21 });
+    page.set_space(SpaceUse {
+        put_bytes: 18,
+        written_bytes: 19,
+        object_bytes: 20,
+        live_bytes: 21,
+        copied_bytes: 22,
+        copy_rate: 23,
+    });
     assert_eq!([6, 7, 8, 9, 10].map(word), [4, 5 << 2 | 1, 1, 1, 17]);
-    assert_eq!([11, 12, 13, 14].map(word), [18, 19, 20, 21]);
+    assert_eq!([11, 12, 13, 14, 15, 16].map(word), [18, 19, 20, 21, 22, 23]);
     let of_slot = [0, 1, 2, 3, 4, 5, 6].map(|index| word(SLOT_3 + index));
     assert_eq!(of_slot, [1, 11, 12, 13, 14, 15, 16]);
     assert_eq!(word(SLOT_3 + 16 + IoError::NoSpace as u64), 1);

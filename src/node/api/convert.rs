@@ -147,6 +147,8 @@ pub(crate) fn mapping(view: &View) -> api::Mapping {
             written_bytes: view.space.written_bytes,
             object_bytes: view.space.object_bytes,
             live_bytes: view.space.live_bytes,
+            copied_bytes: view.space.copied_bytes,
+            copy_rate: view.space.copy_rate,
         }),
         outage: view.outage.as_ref().map(|outage| api::Outage {
             since_unix_ms: outage.since_unix_ms,

@@ -494,8 +494,13 @@ mod tests {
 
     #[test]
     fn amplifications_are_shown_where_they_are_defined() {
-        let space =
-            SpaceUse { put_bytes: 300, written_bytes: 200, object_bytes: 90, live_bytes: 0 };
+        let space = SpaceUse {
+            put_bytes: 300,
+            written_bytes: 200,
+            object_bytes: 90,
+            live_bytes: 0,
+            ..SpaceUse::default()
+        };
         let shown = text(scrape(Snapshot { space, ..Snapshot::default() })).unwrap();
         assert!(shown.contains("cleat_volume_write_amplification{volume=\"v\"} 1.5\n"), "{shown}");
         assert!(!shown.contains("cleat_volume_space_amplification{"), "{shown}");

@@ -24,6 +24,7 @@ use cleat_object::name::Name;
 use cleat_object::store::Store;
 use cleat_object::store::directory::{Directory, remove_temporary};
 
+use crate::collect_rate::{self, COLLECT_RATE};
 use crate::connection::{Access, Connection};
 use crate::naming::{KEY_FILE, is_name};
 use crate::nonce::{self, token};
@@ -52,23 +53,36 @@ pub(crate) struct Local {
     path: PathBuf,
     /// The key file of encrypted volumes.
     pub(super) key_file: Option<PathBuf>,
+    /// The bytes per second that the collector copies at most.
+    pub(super) collect_rate: Option<u64>,
 }
 
 impl Local {
     pub(super) fn parse(location: &str, options: Options) -> Result<Self> {
-        Ok(Self { key_file: key_file(options)?, path: path(location)? })
+        Self::with(path(location)?, options)
+    }
+
+    fn with(path: PathBuf, mut options: Options) -> Result<Self> {
+        let key_file = options.take(KEY_FILE);
+        let rate = options.take(COLLECT_RATE);
+        options.finish("dir:", &[KEY_FILE, COLLECT_RATE])?;
+        Ok(Self {
+            path,
+            key_file: key_file.map(|path| secret_path(&path, KEY_FILE)).transpose()?,
+            collect_rate: rate.map(|rate| collect_rate::parse(&rate)).transpose()?,
+        })
     }
 
     pub(super) fn parse_volume(location: &str, options: Options) -> Result<(Self, String)> {
-        let key_file = key_file(options)?;
         let whole = path(location)?;
+        let home = Self::with(whole.parent().unwrap_or(Path::new("/")).to_owned(), options)?;
         let name = whole.file_name().ok_or_else(|| {
             invalid("dir: needs a directory and the name of a volume in it")
                 .with_repair("write dir:/DIRECTORY/VOLUME")
         })?;
         let name = name.to_str().map(str::to_owned);
         let name = name.ok_or_else(|| invalid("the name of the volume is not UTF-8"))?;
-        Ok((Self { path: whole.parent().unwrap_or(Path::new("/")).to_owned(), key_file }, name))
+        Ok((home, name))
     }
 
     pub(super) fn location(&self, name: Option<&str>) -> String {
@@ -223,12 +237,6 @@ fn description(objects: &Path) -> Option<Description> {
     let file = File::open(objects.join(Name::Description.to_string())).ok()?;
     file.take(MAX_DESCRIPTION).read_to_end(&mut bytes).ok()?;
     Description::decode(&bytes).ok()
-}
-
-fn key_file(mut options: Options) -> Result<Option<PathBuf>> {
-    let given = options.take(KEY_FILE);
-    options.finish("dir:", &[KEY_FILE])?;
-    given.map(|path| secret_path(&path, KEY_FILE)).transpose()
 }
 
 /// Parses the part of a URI behind `dir:`.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use cleat_backend::claimant::Claimant;
-use cleat_core::clock::SystemClock;
+use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_object::store::Store;
 use cleat_object::volume::{Config, Failure, Keep, Place, Volume};
@@ -14,6 +14,7 @@ use crate::ask::Answered;
 use crate::claim::Attempt;
 use crate::claim::decision::Purpose;
 use crate::claim::record::Use;
+use crate::collect_rate::Grants;
 use crate::errors::{failed, no_answer, wait};
 use crate::executor::{TaskId, block_until};
 use crate::timeouts::{CALL_TIMEOUT, after};
@@ -62,7 +63,9 @@ impl Serving {
             let message = format!("another client may have written to {name}: {lost}");
             Error::new(ErrorKind::Fenced, message)
         })?;
-        let opened = block_until(deadline, place.open_with(epoch, Config::default(), keep));
+        let max_copies = Grants::max(shared.collect_rate);
+        let config = Config { max_copies, ..Config::default() };
+        let opened = block_until(deadline, place.open_with(epoch, config, keep));
         if let Some(Err(failure @ Failure::Stale { .. })) = &opened {
             tracing::error!(volume = %name, %failure, "acknowledged writes are lost");
             shared.set_fenced();
@@ -122,12 +125,15 @@ async fn run(volume: Volume, shared: Arc<Shared>) {
     shared.note(&failure, None);
 }
 
-/// Sends records that no flush covers, about a second after they were written.
+/// Sends records that no flush covers, about a second after they were written, and does what else is due about every
+/// second.
 async fn send_older(volume: Volume, shared: Arc<Shared>, store: Arc<Watched>) {
     let mut seen = 0;
+    let mut grants = Grants::new(shared.collect_rate, SystemClock.now());
     loop {
         store.back_off(SECOND).await;
         store.look_for_hangs();
+        volume.grant_copies(grants.due(SystemClock.now()));
         seen = volume.send_older(seen);
         let status = volume.status();
         shared.report_unsaved(status.kept_bytes);

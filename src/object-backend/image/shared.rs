@@ -20,6 +20,8 @@ pub(crate) struct Shared {
     volume: RwLock<Option<Volume>>,
     /// The snapshot that is read.
     snapshot: Option<SnapshotId>,
+    /// The bytes per second that the collector copies at most.
+    pub(crate) collect_rate: Option<u64>,
     /// Where a reader looks again; `None` for a writer.
     reader: OnceLock<Place>,
     /// The read-ahead of a reader.
@@ -42,13 +44,14 @@ impl Shared {
         name: String,
         spawner: Spawner,
         size: u64,
-        snapshot: Option<SnapshotId>,
+        (snapshot, collect_rate): (Option<SnapshotId>, Option<u64>),
     ) -> Self {
         Self {
             name,
             spawner,
             volume: RwLock::new(None),
             snapshot,
+            collect_rate,
             reader: OnceLock::new(),
             reading: Mutex::default(),
             size: AtomicU64::new(size),
@@ -176,6 +179,8 @@ impl Shared {
                 written_bytes: status.written_bytes,
                 object_bytes: status.object_bytes,
                 live_bytes: status.live_bytes,
+                copied_bytes: status.copied_bytes,
+                copy_rate: self.collect_rate.unwrap_or(0),
             });
         }
     }

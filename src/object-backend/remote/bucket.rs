@@ -5,10 +5,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use cleat_backend::Network;
-use cleat_backend::uri::{Encoded, Options, absolute_path, decode, invalid, secret_path, shown};
+use cleat_backend::uri::{
+    Encoded, Options, Size, absolute_path, decode, invalid, secret_path, shown,
+};
 use cleat_core::error::{Error, Result};
 
 use super::hedge::{self, HEDGE};
+use crate::collect_rate::{self, COLLECT_RATE};
 use crate::connection::Access;
 use crate::naming::{KEY_FILE, is_name};
 use crate::nonce;
@@ -61,9 +64,27 @@ impl Provider {
     /// Returns the options of its URIs.
     fn options(self) -> &'static [&'static str] {
         match self {
-            Self::Amazon => &["endpoint", "region", "credentials_file", "ca_file", HEDGE, KEY_FILE],
-            Self::Google => &["endpoint", "credentials_file", "ca_file", HEDGE, KEY_FILE],
-            Self::Azure => &["endpoint", "account", "credentials_file", "ca_file", HEDGE, KEY_FILE],
+            Self::Amazon => &[
+                "endpoint",
+                "region",
+                "credentials_file",
+                "ca_file",
+                HEDGE,
+                KEY_FILE,
+                COLLECT_RATE,
+            ],
+            Self::Google => {
+                &["endpoint", "credentials_file", "ca_file", HEDGE, KEY_FILE, COLLECT_RATE]
+            }
+            Self::Azure => &[
+                "endpoint",
+                "account",
+                "credentials_file",
+                "ca_file",
+                HEDGE,
+                KEY_FILE,
+                COLLECT_RATE,
+            ],
         }
     }
 }
@@ -101,6 +122,8 @@ pub(crate) struct Bucket {
     pub(crate) hedge: Option<Duration>,
     /// The key file of encrypted volumes.
     pub(crate) key_file: Option<PathBuf>,
+    /// The bytes per second that the collector copies at most.
+    pub(crate) collect_rate: Option<u64>,
 }
 
 impl Bucket {
@@ -166,6 +189,7 @@ impl Bucket {
         let ca_file = options.take("ca_file");
         let key_file = options.take(KEY_FILE);
         let hedge = options.take(HEDGE);
+        let rate = options.take(COLLECT_RATE);
         options.finish(&format!("{scheme}:"), provider.options())?;
         Ok(Self {
             provider,
@@ -180,6 +204,7 @@ impl Bucket {
                 .transpose()?,
             hedge: hedge.map(|text| hedge::parse(&text)).transpose()?,
             key_file: key_file.map(|file| secret_path(&file, KEY_FILE)).transpose()?,
+            collect_rate: rate.map(|rate| collect_rate::parse(&rate)).transpose()?,
         })
     }
 
@@ -214,6 +239,7 @@ impl Bucket {
             ("ca_file", self.ca_file.as_ref().map(path)),
             (HEDGE, self.hedge.map(|delay| format!("{}ms", delay.as_millis()))),
             (KEY_FILE, self.key_file.as_ref().map(path)),
+            (COLLECT_RATE, self.collect_rate.map(|rate| Size(rate).to_string())),
         ];
         let given = all.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?)));
         given.collect()

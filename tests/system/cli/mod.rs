@@ -403,23 +403,30 @@ fn status_shows_the_amplification_of_a_volume_that_counts_it() {
         written_bytes: 3 << 20,
         object_bytes: 5 << 20,
         live_bytes: 2 << 20,
+        copied_bytes: 1 << 20,
+        copy_rate: 50 << 20,
     };
     let daemon = Daemon::start(Script { mappings: vec![counted(used)], ..Script::default() });
     let status = cleat("status data", &daemon.socket).stdout;
     assert!(status.contains("  1.33 (4.0 MiB put to the store, 3.0 MiB written)\n"), "{status}");
     assert!(status.contains("  2.50 (5.0 MiB of data in objects, 2.0 MiB needed)\n"), "{status}");
+    assert!(status.contains("  1.0 MiB copied (at most 50.0 MiB a second)\n"), "{status}");
     let space = json(&cleat("status data -o json", &daemon.socket).stdout)["space"].clone();
     assert_eq!(
         (&space["write_amplification"], &space["space_amplification"]),
         (&1.33.into(), &2.5.into())
     );
+    let (copied, rate) = (&space["copied_bytes"], &space["copy_rate"]);
+    assert_eq!((copied, rate), (&(1 << 20).into(), &(50 << 20).into()));
     assert_eq!((&space["put_bytes"], &space["live_bytes"]), (&(4 << 20).into(), &(2 << 20).into()));
 
-    let new = v1::SpaceUse { written_bytes: 0, live_bytes: 0, ..used };
+    let new = v1::SpaceUse { written_bytes: 0, live_bytes: 0, copy_rate: 0, ..used };
     let daemon = Daemon::start(Script { mappings: vec![counted(new)], ..Script::default() });
     let status = cleat("status data", &daemon.socket).stdout;
     assert!(status.contains("  none (4.0 MiB put to the store, 0 B written)\n"), "{status}");
+    assert!(status.contains("  1.0 MiB copied (no limit)\n"), "{status}");
     let space = json(&cleat("status data -o json", &daemon.socket).stdout)["space"].clone();
+    assert_eq!(space["copy_rate"], Value::Null);
     assert_eq!(
         (&space["write_amplification"], &space["space_amplification"]),
         (&Value::Null, &Value::Null)
