@@ -18,6 +18,8 @@ pub mod cache;
 #[cfg(test)]
 mod clone_tests;
 pub mod codec;
+#[cfg(test)]
+mod difference_tests;
 pub mod encryption;
 #[cfg(test)]
 mod flatten_tests;

@@ -15,6 +15,7 @@ mod check;
 mod checkpoint;
 mod cloning;
 mod collect;
+mod difference;
 mod extents;
 mod fetch;
 mod flatten;
@@ -46,6 +47,7 @@ use std::sync::Arc;
 pub use access::Failure;
 pub use check::{Check, Defect, Depth, WrongUsage};
 pub use cloning::NewClone;
+pub use difference::Difference;
 pub use flattening::Flattening;
 pub use keep::Keep;
 pub use lineage::Parents;
@@ -291,6 +293,25 @@ impl Volume {
         limit: usize,
     ) -> Result<Vec<(Range<u64>, bool)>, Failure> {
         self.0.extents(range, limit).await
+    }
+
+    /// Splits a range into at most `limit` consecutive parts by how they differ from `since`, an earlier content of the same
+    /// volume: a view of a snapshot, for example. The parts end before the range does if the limit is reached. A range
+    /// behind the end of `since` is compared with zeroes.
+    ///
+    /// Reads pages of the map that the two do not share, and no data. A range that was written counts as different, also
+    /// with the same data. So does a range that the collector has moved or a flattening has copied; neither happens to a
+    /// range that `since` has in common, as long as the snapshot exists, except for a clone that is flattened.
+    ///
+    /// # Errors
+    /// As [`Volume::read`]; also `Invalid` if `since` is a content of another volume.
+    pub async fn differences(
+        &self,
+        since: &Self,
+        range: Range<u64>,
+        limit: usize,
+    ) -> Result<Vec<(Range<u64>, Difference)>, Failure> {
+        self.0.differences(&since.0, range, limit).await
     }
 
     /// The snapshots of the volume, the oldest first.

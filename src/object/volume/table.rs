@@ -28,6 +28,22 @@ pub(super) enum Missing {
     Leaf(u64, PageId),
 }
 
+/// Where the last checkpoint has a part of the map.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stored {
+    /// The part has changed since.
+    Changed,
+    /// In this page; `None`: the part reads as zeroes.
+    In(Option<PageId>),
+}
+
+impl Stored {
+    /// Whether the part is the same, which needs no look at its pages.
+    pub(super) fn is_same(self, other: Self) -> bool {
+        self != Self::Changed && self == other
+    }
+}
+
 /// The number of a page: its level, and its place in the level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Key {
@@ -226,6 +242,28 @@ impl Table {
         }))
     }
 
+    /// Returns where the last checkpoint has the map pages below a page of the index.
+    pub(super) fn stored_index(&self, index: u64) -> Stored {
+        let is_changed = self.dirty_in(below(index)).next().is_some()
+            || self.emptied.within(below(index)).next().is_some();
+        match is_changed {
+            true => Stored::Changed,
+            false => Stored::In(self.root_of(index)),
+        }
+    }
+
+    /// Returns where the last checkpoint has a map page.
+    ///
+    /// # Errors
+    /// Returns the page of the index if it must be loaded first.
+    pub(super) fn stored_leaf(&mut self, number: u64) -> Result<Stored, Missing> {
+        let is_dirty = self.pages.get(&Key::Leaf(number)).is_some_and(|cached| cached.is_dirty);
+        match is_dirty || self.emptied.contains(number) {
+            true => Ok(Stored::Changed),
+            false => self.leaf_id(number).map(Stored::In),
+        }
+    }
+
     /// Takes a map page that was loaded. It is ignored if it was replaced meanwhile.
     pub(super) fn supply_leaf(&mut self, number: u64, id: PageId, entries: Vec<Entry>) {
         let is_current = self.leaf_id(number) == Ok(Some(id));
@@ -351,7 +389,7 @@ pub(super) fn split(leaf: u64) -> (u64, usize) {
 }
 
 /// The numbers of the map pages below a page of the index.
-fn below(index: u64) -> Range<u64> {
+pub(super) fn below(index: u64) -> Range<u64> {
     let children = MAX_CHILDREN as u64;
     index * children..(index + 1) * children
 }

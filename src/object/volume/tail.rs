@@ -212,6 +212,11 @@ impl Tail {
         parts
     }
 
+    /// Whether the tail has something for a part of the range.
+    pub(super) fn covers(&self, range: &Range<u64>) -> bool {
+        self.overlapping(range.clone()).next().is_some()
+    }
+
     /// Whether no put of a slot is in progress or due.
     pub(super) fn is_quiet(&self) -> bool {
         !self.flush_wanted && self.slots.iter().all(|slot| slot.sending == Sending::Durable)
