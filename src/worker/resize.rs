@@ -12,13 +12,16 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TrySendError, bounded};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 
 use cleat_backend::{Image, SizeChecks, Waker};
 use cleat_core::error::{Error, ErrorKind, Result};
 
 /// Enough for the library of a backend. Only touched pages use memory.
 const STACK_BYTES: usize = 256 << 10;
+
+/// The maximum number of requests without an answer: one that is executed, and one that waits.
+const MAX_UNANSWERED: usize = 2;
 
 /// The control thread's end of the queues to the thread. See the file's comment.
 pub(super) struct Resizer {
@@ -60,9 +63,10 @@ impl Resizer {
     /// # Errors
     /// Returns an error if the thread cannot be started.
     pub(super) fn start(image: Arc<dyn Image>, waker: Waker) -> Result<Self> {
-        let (tasks, incoming) = bounded(1);
-        // One request is executed and one waits, so the thread never waits to send an answer.
-        let (outgoing, answers) = bounded(2);
+        // For a request that waits, and a check.
+        let (tasks, incoming) = bounded(2);
+        // The thread never waits to send an answer.
+        let (outgoing, answers) = bounded(MAX_UNANSWERED);
         image.watch_changes(waker.clone());
         let checking = Arc::new(AtomicBool::new(false));
         let is_checking = Arc::clone(&checking);
@@ -92,18 +96,15 @@ impl Resizer {
     /// `Unavailable` while earlier requests wait for the backend.
     pub(super) fn request(&mut self, request: SizeRequest) -> Result<()> {
         self.last += 1;
-        match self.tasks.try_send(Task::Request(self.last, request)) {
-            Ok(()) => {
-                self.awaited = Some(self.last);
-                self.unanswered += 1;
-                Ok(())
-            }
-            Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) => {
-                let message = "the backend has not answered earlier requests for the size";
-                Err(Error::new(ErrorKind::Unavailable, message)
-                    .with_repair("check whether the backend can be reached"))
-            }
+        let has_room = (self.unanswered as usize) < MAX_UNANSWERED;
+        if has_room && self.tasks.try_send(Task::Request(self.last, request)).is_ok() {
+            self.awaited = Some(self.last);
+            self.unanswered += 1;
+            return Ok(());
         }
+        let message = "the backend has not answered earlier requests for the size";
+        Err(Error::new(ErrorKind::Unavailable, message)
+            .with_repair("check whether the backend can be reached"))
     }
 
     /// Has the thread read the size, if the backend requests that of a ping. Does nothing while an earlier check or
@@ -111,7 +112,7 @@ impl Resizer {
     pub(super) fn check_on_ping(&self) {
         let is_due = self.image.size_checks() == SizeChecks::OnRequest && self.unanswered == 0;
         if is_due && !self.checking.swap(true, Ordering::AcqRel) {
-            // The queue is empty: no request is unanswered, and no other check is pending.
+            // There is room: no request is unanswered, and no other check is pending.
             let _ = self.tasks.try_send(Task::Check);
         }
     }
@@ -316,10 +317,7 @@ mod tests {
         let mut resizer = Resizer::start(image.clone(), Waker::new().unwrap()).unwrap();
         let hangs = image.turn.lock().unwrap();
         resizer.check_on_ping();
-        while !resizer.tasks.is_empty() {
-            std::thread::yield_now();
-        }
-        // The thread executes the check. Neither further one must take the place of the request.
+        // Neither this check, which the thread may not have begun, nor a further one takes the place of the request.
         resizer.check_on_ping();
         resizer.request(SizeRequest::Resize(4096)).unwrap();
         resizer.check_on_ping();
