@@ -1,6 +1,5 @@
-//! `cargo bench --bench object_reads`: volumes of objects in a directory. The time of an open after a crash with a
-//! million extents; a sequential read, against the store's own reads of the same objects; random reads of 4 KiB with a
-//! local cache and without, against a volume in a file.
+//! `cargo bench --bench object_reads`: volumes of objects in a directory. A sequential read, against the store's own
+//! reads of the same objects; random reads of 4 KiB with a local cache and without, against a volume in a file.
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -14,26 +13,25 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::pin::pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, Wake, Waker};
-use std::thread::{self, Thread};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use cleat::backends::REGISTRY;
 use cleat_backend::store::Layout;
-use cleat_object::codec::Description;
-use cleat_object::name::{Nonce, VolumeId};
 use cleat_object::store::Store;
 use cleat_object::store::directory::Directory;
-use cleat_object::volume::{Config, Volume};
 use cleat_worker::protocol::{FromWorker, Start, ToWorker};
 use test_kit::nbd::kernel as nbd;
 use test_kit::worker::{Worker, start_message};
 
+#[path = "common/engine.rs"]
+mod engine;
+
+use engine::{Random, block_on};
+
 const MIB: u64 = 1 << 20;
 const BLOCK: u64 = 4096;
-const EXTENTS: u64 = 1_000_000;
 /// The volume that is read.
 const SIZE: u64 = 512 * MIB;
 const DEPTH: u64 = 32;
@@ -41,21 +39,8 @@ const SECONDS: u64 = 5;
 /// The files of the cache: 1 GiB.
 const CACHE_FILES: usize = 32;
 
-/// Random numbers (xorshift).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-}
-
 fn main() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    println!("open after a crash, {EXTENTS} extents: {:.2?}", open(directory.path()));
     let store = REGISTRY.store(&format!("dir:{}", directory.path().display())).unwrap();
     store.connect().unwrap().create("v", SIZE, &Layout::default()).unwrap();
     let uri = store.volume("v", None).unwrap().to_string();
@@ -77,53 +62,6 @@ fn main() {
             (0..CACHE_FILES).map(|_| tempfile::tempfile_in(directory.path()).unwrap()).collect();
         println!("objects with a cache: {:.0} random reads/s", random(&uri, &caches));
     }
-}
-
-struct Unpark(Thread);
-
-impl Wake for Unpark {
-    fn wake(self: Arc<Self>) {
-        self.0.unpark();
-    }
-}
-
-fn block_on<T>(future: impl Future<Output = T>) -> T {
-    let waker = Waker::from(Arc::new(Unpark(thread::current())));
-    let mut future = pin!(future);
-    loop {
-        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
-            Poll::Ready(result) => return result,
-            Poll::Pending => thread::park(),
-        }
-    }
-}
-
-/// Writes extents all over a volume of 16 GiB, ends without a checkpoint, and opens the volume again.
-fn open(directory: &Path) -> Duration {
-    let directory = tempfile::tempdir_in(directory).unwrap();
-    let store = Arc::new(Directory::open(directory.path(), 1).unwrap());
-    let description = Description::new(VolumeId([1; 16]), Nonce([2; 16]), 16 << 30, 1 << 20);
-    block_on(Volume::create(store.clone(), &description)).unwrap();
-    let config = Config::default();
-    let volume = block_on(Volume::open(store, Nonce([3; 16]), "bench", config)).unwrap();
-    let running = volume.clone();
-    thread::spawn(move || block_on(running.run()));
-    let mut random = Random(7);
-    for _ in 0..EXTENTS {
-        let offset = random.next() % ((16 << 30) / BLOCK) * BLOCK;
-        block_on(volume.write(offset, &[7; 512])).unwrap();
-    }
-    block_on(volume.flush()).unwrap();
-    block_on(volume.pause()).unwrap();
-    println!("{:?}", volume.status());
-    // Another process, whose caches are empty.
-    let store = Arc::new(Directory::open(directory.path(), 2).unwrap());
-    let began = Instant::now();
-    let config = Config::default();
-    let opened = block_on(Volume::open(store, Nonce([4; 16]), "bench", config)).unwrap();
-    let time = began.elapsed();
-    println!("{:?}", opened.status());
-    time
 }
 
 fn start(uri: &str, cache: &[File]) -> (Worker, Vec<UnixStream>) {
