@@ -62,6 +62,11 @@ pub(crate) fn place(handle: &str) -> &str {
     handle.rsplit_once('/').map_or("", |(place, _)| place)
 }
 
+/// Returns whether a call has failed because the storage did not answer, so that its other volumes need not be asked for.
+pub(crate) fn has_not_answered(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::TimedOut | ErrorKind::Unavailable)
+}
+
 /// The calls that run, by place, also those whose caller has given up.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct StorageCalls(Arc<Mutex<BTreeMap<String, Place>>>);

@@ -30,7 +30,7 @@ use tokio::time::Instant;
 use crate::api::{call, is_conflict, message, now};
 use crate::cluster::{BY_GRANT, BY_VOLUME, Cluster};
 use crate::grant::{VolumeGrant, grant_name};
-use crate::storage::place;
+use crate::storage::{has_not_answered, place};
 use crate::unknown_claims::UnknownClaims;
 use crate::volumes::ObservedVolume;
 
@@ -114,10 +114,6 @@ impl Pass {
     fn left(self) -> Vec<Volume> {
         self.skipped.into_iter().chain(self.failed).collect()
     }
-}
-
-pub(crate) fn has_not_answered(error: &Error) -> bool {
-    matches!(error.kind(), ErrorKind::TimedOut | ErrorKind::Unavailable)
 }
 
 /// Returns the handles of the volumes that have a grant or a PersistentVolume, by the names of their grants.

@@ -13,8 +13,7 @@ use cleat_grants::record::{Claim, Record};
 use crate::api::message;
 use crate::cluster::Cluster;
 use crate::grant::grant_name;
-use crate::storage::{self, Backing};
-use crate::sweep::has_not_answered;
+use crate::storage::{self, Backing, has_not_answered};
 
 /// The maximum number of claims that one sweep names in the log. All are counted.
 const MAX_NAMED: usize = 100;
