@@ -10,6 +10,8 @@
 //! without a bound; the end, error or panic of one connection that ends another one. The crate uses no async
 //! runtime, no control API and no kernel interface.
 
+#[cfg(feature = "bench")]
+pub mod bench;
 mod block_status;
 mod buffer_pool;
 mod connection;
