@@ -18,6 +18,8 @@ mod connection;
 mod control;
 pub mod handover;
 mod in_flight;
+#[cfg(test)]
+mod instructions;
 mod limiter;
 mod limits;
 mod link;
