@@ -2,7 +2,6 @@
 //! daemon, serves the control API, and watches the kernel and the workers until it is stopped.
 
 mod events;
-mod idle_workers;
 mod renewals;
 mod run;
 mod server;

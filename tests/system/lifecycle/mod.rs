@@ -7,7 +7,6 @@ mod crashes;
 mod failures;
 mod forced;
 mod full;
-mod idle;
 mod metrics;
 mod names;
 mod objects;
