@@ -17,6 +17,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use test_kit::ceph::{BUCKET, shared};
 use test_kit::nbd::kernel as nbd;
+use test_kit::wait::wait_until;
 use test_kit::worker::{Worker, failure, start_message};
 
 pub(super) const SIZE: u64 = 8 << 20;
@@ -306,12 +307,24 @@ fn writes_without_a_flush_survive_the_worker_in_the_tail_file() {
     assert!(nbd::read(&sockets[0], 0, BLOCK) == [3; BLOCK as usize]);
 }
 
+/// Stops a process. Its threads go on until the one has run that gets the signal, so this waits until all are stopped.
+fn stop(pid: Pid) {
+    kill(pid, Signal::SIGSTOP).unwrap();
+    let is_stopped = |task: std::io::Result<std::fs::DirEntry>| {
+        let stat = std::fs::read_to_string(task.unwrap().path().join("stat")).unwrap();
+        stat.rsplit(") ").next().unwrap().starts_with('T')
+    };
+    wait_until("all threads are stopped", || {
+        std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().all(is_stopped)
+    });
+}
+
 /// A worker is stopped while it has writes in flight, another node takes the volume over, and the worker continues.
 fn a_stopped_writer_is_fenced(volume: &ObjectVolume) {
     let (worker, sockets) = Worker::serving(&volume.uri, 1);
     assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
     let pid = Pid::from_raw(worker.child.id().cast_signed());
-    kill(pid, Signal::SIGSTOP).unwrap();
+    stop(pid);
     for number in 0..16 {
         let offset = number * u64::from(BLOCK);
         nbd::send(&sockets[0], nbd::WRITE, number, offset, BLOCK, &[2; BLOCK as usize]);
