@@ -12,6 +12,7 @@
 //! protocol; a wait on a connection thread; a list of backends outside of the [`Registry`].
 
 mod capability;
+pub mod changes;
 pub mod claimant;
 mod completion;
 mod credentials;

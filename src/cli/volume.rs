@@ -3,6 +3,7 @@
 mod change;
 mod check;
 mod copy;
+mod diff;
 mod show;
 mod snapshot;
 mod trash;
@@ -46,7 +47,7 @@ Examples:
     $ cleat volume list 'rbd:volumes?conf=/etc/ceph/b.conf&id=backup'
 ";
 
-/// Create, list, resize, clone, copy and remove volumes and their snapshots
+/// Create, list, resize, clone, copy, compare and remove volumes and their snapshots
 ///
 /// Works directly on the storage with the rights of the calling user, like `rbd`; the daemon is not
 /// needed. Supports RBD images and, with fewer operations, volumes of objects and files. Repeating a command is safe: if nothing
@@ -73,6 +74,7 @@ enum Command {
     Import(copy::Import),
     Fsck(check::Fsck),
     Scrub(check::Scrub),
+    Diff(diff::Diff),
 }
 
 /// The result of a change in JSON.
@@ -101,6 +103,7 @@ pub(super) fn run(globals: &Globals, args: VolumeCommand) -> Result<u8> {
         Command::Import(args) => copy::import(globals, &args),
         Command::Fsck(args) => return check::fsck(globals, &args),
         Command::Scrub(args) => return check::scrub(globals, &args),
+        Command::Diff(args) => diff::diff(globals, &args),
     }
     .map(|()| super::exit::OK)
 }

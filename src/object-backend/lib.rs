@@ -20,6 +20,7 @@
 
 mod ask;
 mod cache;
+mod changes;
 mod check;
 mod claim;
 mod clones;

@@ -4,6 +4,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use cleat_backend::CredentialSet;
+use cleat_backend::changes::ChangeStore;
 use cleat_backend::claimant::Claimant;
 use cleat_backend::store::{
     CheckStore, CloneStore, Entry, Failure, Info, LabelStore, Labels, Layout, Listing, Page,
@@ -343,6 +344,10 @@ impl Store for ObjectStore {
     }
 
     fn checks(&self) -> Option<&dyn CheckStore> {
+        Some(self)
+    }
+
+    fn changes(&self) -> Option<&dyn ChangeStore> {
         Some(self)
     }
 

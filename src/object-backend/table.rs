@@ -5,7 +5,7 @@ use cleat_object::codec;
 use cleat_object::name::SnapshotId;
 
 /// The number of a snapshot for people.
-fn number(id: SnapshotId) -> u64 {
+pub(crate) fn number(id: SnapshotId) -> u64 {
     id.epoch << 24 | id.number & 0xff_ffff
 }
 

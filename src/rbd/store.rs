@@ -7,6 +7,7 @@
 //!   name of the client: of a client that has the image open, and of one with an active claim, even if it
 //!   is not connected.
 
+mod changes;
 mod encrypted;
 mod hold;
 mod info;
@@ -33,6 +34,7 @@ use crate::spec::{RbdSpec, RbdStoreSpec};
 use crate::timeouts::{CALL_TIMEOUT, Tracker, answer, with_progress, with_timeout};
 use crate::{encryption, errors};
 use cleat_backend::CredentialSet;
+use cleat_backend::changes::ChangeStore;
 use cleat_backend::claimant::Claimant;
 use cleat_backend::group_snapshot::GroupSnapshotStore;
 use cleat_backend::network_fence::NetworkFenceStore;
@@ -179,6 +181,10 @@ impl Store for RbdStore {
     }
 
     fn labels(&self) -> Option<&dyn LabelStore> {
+        Some(self)
+    }
+
+    fn changes(&self) -> Option<&dyn ChangeStore> {
         Some(self)
     }
 

@@ -23,6 +23,7 @@ use serde::Serialize;
 
 pub use super::check::{CheckStore, Checked, DamagedRange, Defect, Refused, Repair, Repaired};
 pub use super::progress::Progress;
+use crate::changes::ChangeStore;
 use crate::group_snapshot::GroupSnapshotStore;
 use crate::network_fence::NetworkFenceStore;
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -100,6 +101,11 @@ pub trait Store: Send + Sync {
 
     /// Returns the capability to check whether the content of a volume is intact.
     fn checks(&self) -> Option<&dyn CheckStore> {
+        None
+    }
+
+    /// Returns the capability to find where contents of a volume differ.
+    fn changes(&self) -> Option<&dyn ChangeStore> {
         None
     }
 

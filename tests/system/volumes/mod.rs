@@ -1,6 +1,7 @@
 //! `cleat volume` on a real cluster, with results checked by `rbd`, and on files and in MinIO.
 
 mod basic;
+mod changes;
 mod claims;
 mod copies;
 mod credentials;
