@@ -8,6 +8,7 @@
 //! entry that is removed too early lets an old write take effect.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Instant;
 
 use librbd::{Cluster, Image, Open};
@@ -18,7 +19,8 @@ use crate::claim::decision::{Liveness, Purpose};
 use crate::claim::header::ImageHeader;
 use crate::claim::record::{self, Claim};
 use crate::claim::{self, ClaimAttempt};
-use crate::connection::{config, connect, load_library};
+use crate::clients::KeptClient;
+use crate::connection::{config, load_library};
 use crate::errors::{self, open_error};
 use crate::keyring::ClientKey;
 use crate::spec::RbdSpec;
@@ -58,13 +60,20 @@ impl RbdFence {
         let left = deadline.saturating_duration_since(SystemClock.now());
         with_timeout_at(&place(&spec), left, &answer(&self.name), move || {
             let failed = |error| open_error(error, &name, &spec);
+            let open = |cluster: &Arc<Cluster>| {
+                let pool = cluster.pool(&spec.pool, spec.namespace.as_deref()).map_err(failed)?;
+                pool.open(&spec.image, None, how).map_err(|error| {
+                    let missing = errors::missing_namespace(&error, cluster, &spec);
+                    missing.unwrap_or_else(|| failed(error))
+                })
+            };
             let key = ClientKey::load(&spec)?;
-            let cluster = connect(&config(&spec), key.as_ref()).map_err(failed)?;
-            let pool = cluster.pool(&spec.pool, spec.namespace.as_deref()).map_err(failed)?;
-            let image = pool.open(&spec.image, None, how).map_err(|error| {
-                errors::missing_namespace(&error, &cluster, &spec).unwrap_or_else(|| failed(error))
-            })?;
+            let (image, client) = KeptClient::with(config(&spec), key, failed, open)?;
             let done = work(&image, &name);
+            drop(image);
+            if done.is_ok() {
+                client.keep();
+            }
             done.map_err(|error| errors::with_caps_repair(error, &spec))
         })
     }

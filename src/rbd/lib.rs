@@ -20,6 +20,7 @@
 mod background;
 mod cache;
 mod claim;
+mod clients;
 mod connection;
 mod encryption;
 mod errors;
