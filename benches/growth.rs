@@ -23,7 +23,7 @@ mod common;
 
 use std::fmt::Write as _;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -33,6 +33,7 @@ use cleat_core::policy::BusyPoll;
 use cleat_kernel::DeviceIndex;
 use common::{median, number};
 use test_kit::node::{Machine, SIZE, Supervisor};
+use test_kit::process::wakeups;
 
 const BLOCK: u32 = 4096;
 
@@ -80,8 +81,8 @@ fn measure(volumes: usize, time: Duration) -> Figures {
         map_ms.push(milliseconds(began));
     }
     let last_ms = map_ms[volumes - 1];
-    // Heaps shrink, and files are written back.
-    thread::sleep(Duration::from_secs(2));
+    // Heaps shrink, files are written back, and the supervisor pings each new worker once.
+    thread::sleep(Duration::from_secs(12));
     let workers = machine.workers();
     let worker_mib =
         workers.iter().map(|pid| pss_mib(&pid.to_string())).sum::<f64>() / workers.len() as f64;
@@ -162,22 +163,12 @@ fn pss_mib(pid: &str) -> f64 {
     line.trim().trim_end_matches(" kB").parse::<f64>().unwrap() / 1024.0
 }
 
-/// The voluntary context switches of processes per second, within 5 seconds.
+/// The voluntary context switches of processes per second, within 20 seconds.
 fn wakeups_per_second(processes: &[u32]) -> f64 {
-    let count = || processes.iter().map(|pid| switches(*pid)).sum::<u64>();
+    let count = || processes.iter().map(|pid| wakeups(*pid)).sum::<u64>();
     let (before, began) = (count(), Instant::now());
-    thread::sleep(Duration::from_secs(5));
+    thread::sleep(Duration::from_secs(20));
     (count() - before) as f64 / began.elapsed().as_secs_f64()
-}
-
-fn switches(pid: u32) -> u64 {
-    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
-    let of_task = |path: PathBuf| -> Option<u64> {
-        let status = fs::read_to_string(path.join("status")).ok()?;
-        let mut lines = status.lines();
-        lines.find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"))?.trim().parse().ok()
-    };
-    tasks.filter_map(|task| of_task(task.path())).sum()
 }
 
 fn markdown(figures: &[Figures]) -> String {

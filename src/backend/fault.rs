@@ -13,11 +13,10 @@ mod timer;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::Duration;
 
 use super::{
-    BackgroundWork, Image, ImageQueue, Outcome, RenewCredentials, RequestId, SnapshotQuiesce,
-    VolumeIdentity, Waker, WriteHold,
+    BackgroundWork, Image, ImageQueue, Outcome, RenewCredentials, RequestId, SizeChecks,
+    SnapshotQuiesce, VolumeIdentity, Waker, WriteHold,
 };
 use super::{Completer, Extents, Handover, HandoverFiles, HandoverState, Resize, SetFault, Shrink};
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -145,8 +144,8 @@ impl Image for FaultImage {
         self.inner.watch_changes(waker);
     }
 
-    fn size_check_interval(&self) -> Option<Duration> {
-        self.inner.size_check_interval()
+    fn size_checks(&self) -> SizeChecks {
+        self.inner.size_checks()
     }
 
     fn retries_no_space(&self) -> bool {

@@ -41,7 +41,6 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::statfs::fstatfs;
@@ -50,7 +49,7 @@ use super::extents::{self, Layout};
 use super::uri::{Size, invalid};
 use super::{
     Completer, Extents, Handover, HandoverFiles, HandoverState, Image, ImageQueue,
-    OpenOptions as Options, Resize, Shrink, VolumeIdentity, Waker,
+    OpenOptions as Options, Resize, Shrink, SizeChecks, VolumeIdentity, Waker,
 };
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Extent, Features};
@@ -66,9 +65,6 @@ use sync::Syncer;
 
 /// The longest payload of one request in bytes, the length that NBD clients expect to be able to send.
 const MAX_PAYLOAD: u32 = 32 << 20;
-
-/// How often the size is read: the kernel sends no notification when a file or device grows.
-const SIZE_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 /// An open file or block device.
 struct FileImage {
@@ -275,8 +271,9 @@ impl Image for FileImage {
         self.syncer.set_drops(drop);
     }
 
-    fn size_check_interval(&self) -> Option<Duration> {
-        Some(SIZE_CHECK_INTERVAL)
+    /// The kernel sends no notification when a file or device grows, and the supervisor can see its size, too.
+    fn size_checks(&self) -> SizeChecks {
+        SizeChecks::OnRequest
     }
 
     fn resize(&self) -> Option<&dyn Resize> {

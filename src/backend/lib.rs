@@ -54,7 +54,7 @@ pub use secret::Credentials;
 pub use spec::store;
 pub use spec::{
     Backend, CACHE_FILE_BYTES, Confinement, MAX_CACHE_FILES, Nested, Network, OpenOptions,
-    StoreParser, StoreSpec, Stored, VolumeSpec,
+    StoreParser, StoreSpec, Stored, VisibleSize, VolumeSpec,
 };
 pub use waker::Waker;
 
@@ -145,15 +145,14 @@ pub trait Image: Send + Sync {
 
     /// Sets the waker that the backend wakes whenever [`Image::size`], [`Image::is_fenced`] or
     /// [`Image::sync_failed`] has changed without a call of the owner. A backend that is not notified of a
-    /// change of the size does nothing; [`Image::size_check_interval`] covers it.
+    /// change of the size does nothing; [`Image::size_checks`] covers it.
     fn watch_changes(&self, waker: Waker) {
         let _ = waker;
     }
 
-    /// Returns how often the owner should call [`Image::refresh_size`] to notice a change of the size;
-    /// `None` where the size changes only by calls of the owner.
-    fn size_check_interval(&self) -> Option<Duration> {
-        None
+    /// Returns when the owner should call [`Image::refresh_size`] to notice a change of the size.
+    fn size_checks(&self) -> SizeChecks {
+        SizeChecks::Never
     }
 
     /// Returns whether a request that ended with `NoSpace` may be repeated, as one that ended with `Retry`
@@ -260,6 +259,18 @@ pub trait Image: Send + Sync {
     fn set_fault(&self) -> Option<&dyn SetFault> {
         None
     }
+}
+
+/// When the owner of an open volume reads its size, see [`Image::size_checks`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SizeChecks {
+    /// Never: the size changes only by calls of the owner.
+    Never,
+    /// When the supervisor requests it. The supervisor sees the size of an idle volume itself
+    /// ([`VolumeSpec::visible_size`]), so that the owner has nothing to do while the volume is idle.
+    OnRequest,
+    /// At an interval.
+    Every(Duration),
 }
 
 /// The data half of an open volume, which one connection thread uses. No call blocks, logs, or allocates

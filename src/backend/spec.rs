@@ -172,6 +172,12 @@ pub trait VolumeSpec: fmt::Debug + Send + Sync {
         None
     }
 
+    /// Returns what this process can see of the volume's size without opening the volume, so that the process that
+    /// serves it does not have to read it. May block while the storage does not answer.
+    fn visible_size(&self) -> VisibleSize {
+        VisibleSize::Unknown
+    }
+
     /// Returns whether the claim of the volume may outlive the process that has taken it, so that another
     /// process has to release it after a crash. The kernel removes the lock of a file with the process.
     fn claim_outlives_process(&self) -> bool {
@@ -205,6 +211,17 @@ pub trait VolumeSpec: fmt::Debug + Send + Sync {
     fn stored(&self) -> Result<Option<Stored>> {
         Ok(None)
     }
+}
+
+/// What a process that has not opened a volume can see of its size, see [`VolumeSpec::visible_size`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum VisibleSize {
+    /// Nothing, or nothing at present.
+    Unknown,
+    /// Only the process that serves the volume can change its size.
+    Fixed,
+    /// The size in bytes, which may not be a multiple of the block size.
+    Bytes(u64),
 }
 
 /// A volume's location in its store.

@@ -86,6 +86,8 @@ pub struct Device {
     pub size: u64,
     /// The logical block size in bytes.
     pub block_size: u32,
+    /// The number of reads and writes that have been sent and not answered. The kernel does not count flushes.
+    pub in_flight: u64,
 }
 
 impl Device {

@@ -47,6 +47,7 @@ impl Sysfs {
         let pid = self.attribute(index, "pid")?;
         let backend = self.attribute(index, "backend")?.filter(|backend| !backend.is_empty());
         let block_size = self.attribute(index, "queue/logical_block_size")?;
+        let in_flight = self.attribute(index, "inflight")?;
         let sectors: u64 = sectors
             .parse()
             .map_err(|_| unreadable(&directory.join("size"), io::ErrorKind::InvalidData.into()))?;
@@ -58,6 +59,7 @@ impl Sysfs {
             size: sectors.saturating_mul(SECTOR_BYTES),
             // A device that is being removed has no queue any more.
             block_size: block_size.and_then(|size| size.parse().ok()).unwrap_or(MIN_BLOCK),
+            in_flight: in_flight.map_or(0, |counts| sum(&counts)),
         }))
     }
 
@@ -218,6 +220,11 @@ pub(super) fn list(directory: &Path) -> io::Result<Vec<String>> {
     Ok(entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect())
 }
 
+/// Adds the numbers of an attribute that has several.
+fn sum(counts: &str) -> u64 {
+    counts.split_whitespace().filter_map(|count| count.parse::<u64>().ok()).sum()
+}
+
 fn unreadable(path: &Path, error: io::Error) -> Error {
     Error::from_io(format!("cannot read {}", path.display()), error)
 }
@@ -246,6 +253,7 @@ mod tests {
             ("block/nbd2/size", "8192\n"),
             ("block/nbd2/pid", "77\n"),
             ("block/nbd2/backend", "cleat.00.data\n"),
+            ("block/nbd2/inflight", "       2        3\n"),
             ("block/nbdx/size", "1\n"),
             ("block/sda/size", "1\n"),
         ]);
@@ -256,6 +264,7 @@ mod tests {
             (true, Some(77), 4 << 20)
         );
         assert_eq!(devices[0].identity().unwrap().name(), "data");
+        assert_eq!((devices[0].in_flight, devices[1].in_flight), (5, 0));
         assert_eq!((devices[1].connected, devices[1].backend.as_deref()), (false, None));
         assert_eq!(sysfs.device(3).unwrap(), None);
     }

@@ -9,9 +9,10 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use cleat_backend::WriteHold;
 use cleat_backend::claimant::Claimant;
 use cleat_backend::{BackgroundWork, Completer, Extents, Handover, Image, ImageQueue, Resize};
-use cleat_backend::{RenewCredentials, Shrink, SnapshotQuiesce, VolumeIdentity, Waker, WriteHold};
+use cleat_backend::{RenewCredentials, Shrink, SizeChecks, SnapshotQuiesce, VolumeIdentity, Waker};
 use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Features};
@@ -156,8 +157,8 @@ impl Image for RbdImage {
         let _ = self.shared.watcher.set(waker);
     }
 
-    fn size_check_interval(&self) -> Option<Duration> {
-        Some(SIZE_CHECK_INTERVAL)
+    fn size_checks(&self) -> SizeChecks {
+        SizeChecks::Every(SIZE_CHECK_INTERVAL)
     }
 
     /// A request that fails for lack of space has no effect later: the OSDs have answered it.

@@ -27,6 +27,20 @@ pub fn device_size(device: impl AsFd) -> io::Result<u64> {
     Ok(size)
 }
 
+/// Returns the size in bytes of the block device with the number `device` (`st_rdev`), without opening it. Reads
+/// `/sys`, and does not block.
+///
+/// # Errors
+/// Returns the errors of reading `/sys`: `NotFound` without such a device.
+pub fn size_of_number(device: u64) -> io::Result<u64> {
+    /// The unit of the attribute, for every device (Documentation/ABI/stable/sysfs-block).
+    const SECTOR_BYTES: u64 = 512;
+    let (major, minor) = (libc::major(device), libc::minor(device));
+    let text = std::fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/size"))?;
+    let sectors: u64 = text.trim().parse().map_err(io::Error::other)?;
+    Ok(sectors.saturating_mul(SECTOR_BYTES))
+}
+
 /// Returns the logical block size of a block device: the unit of direct access (BLKSSZGET).
 ///
 /// # Errors

@@ -104,7 +104,8 @@ pub enum ToWorker {
         /// The fault plan.
         plan: String,
     },
-    /// Check that the worker's control thread runs. Answered by `Done`.
+    /// Check that the worker's control thread runs. Answered by `Done`. A worker whose backend requests it then reads
+    /// the size of the volume, and reports a change by `SizeChanged`.
     Ping,
     // --- planned handover, see `handover`
     /// Return what a successor opens the volume with, and continue to serve. Answered by `HandoverPrepared`.

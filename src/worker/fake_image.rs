@@ -2,10 +2,10 @@
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use cleat_backend::{
-    BackgroundWork, Completer, Image, ImageQueue, Resize, RunningTask, SnapshotQuiesce,
+    BackgroundWork, Completer, Image, ImageQueue, Resize, RunningTask, SizeChecks, SnapshotQuiesce,
     VolumeIdentity, Waker, WriteHold,
 };
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -15,10 +15,12 @@ use cleat_sys::ring::Ring;
 #[derive(Default)]
 pub(super) struct FakeImage {
     size: AtomicU64,
+    /// The size at the backend, if it differs from the one that was read last.
+    size_at_backend: Mutex<Option<u64>>,
     /// A read of the size waits for this lock.
     pub(super) turn: Mutex<()>,
-    /// How often the size of the volume should be read.
-    size_check_interval: Option<Duration>,
+    /// When the size of the volume should be read.
+    size_checks: Option<SizeChecks>,
     /// How often the size was read.
     pub(super) size_reads: AtomicU64,
     /// The tasks that do not stop; `None` for a backend without background work.
@@ -54,9 +56,14 @@ impl FakeHold {
 }
 
 impl FakeImage {
-    /// A volume whose backend requests that the size is read at an interval.
-    pub(super) fn with_size_checks(interval: Duration) -> Self {
-        Self { size_check_interval: Some(interval), ..Self::default() }
+    /// A volume whose backend requests that the size is read.
+    pub(super) fn with_size_checks(checks: SizeChecks) -> Self {
+        Self { size_checks: Some(checks), ..Self::default() }
+    }
+
+    /// Changes the size at the backend. The next read of the size returns it.
+    pub(super) fn grow_at_backend(&self, size: u64) {
+        *self.size_at_backend.lock().unwrap() = Some(size);
     }
 
     /// A volume whose backend has background work, of which these tasks do not stop.
@@ -98,11 +105,14 @@ impl Image for FakeImage {
     fn refresh_size(&self) -> Result<u64> {
         let _turn = self.turn.lock().unwrap();
         self.size_reads.fetch_add(1, Ordering::SeqCst);
+        if let Some(size) = self.size_at_backend.lock().unwrap().take() {
+            self.size.store(size, Ordering::SeqCst);
+        }
         Ok(self.size())
     }
 
-    fn size_check_interval(&self) -> Option<Duration> {
-        self.size_check_interval
+    fn size_checks(&self) -> SizeChecks {
+        self.size_checks.unwrap_or(SizeChecks::Never)
     }
 
     fn resize(&self) -> Option<&dyn Resize> {

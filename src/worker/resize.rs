@@ -1,28 +1,35 @@
 //! Reads and changes the volume's size on a thread of its own, so that a backend that hangs does not block
 //! the control thread.
 //!
-//! The thread also reads the size at the interval that the backend requests ([`Image::size_check_interval`]),
-//! so that the worker notices a volume that has grown at the backend. A backend that is notified of changes
-//! stores the size that [`Image::size`] returns and wakes the control thread.
+//! The thread also reads the size when the backend requests it ([`Image::size_checks`]): at an interval, or with
+//! each ping of the supervisor. So the worker notices a volume that has grown at the backend. A backend that is
+//! notified of changes stores the size that [`Image::size`] returns and wakes the control thread.
 //!
 //! Invariants: at most two requests are unanswered, one that the thread executes and one that waits; an
-//! answer is sent to the supervisor only if it belongs to the supervisor's last request.
+//! answer is sent to the supervisor only if it belongs to the supervisor's last request; at most one check
+//! is pending, and it takes no place of a request while the backend hangs.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TrySendError, bounded};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 
-use cleat_backend::{Image, Waker};
+use cleat_backend::{Image, SizeChecks, Waker};
 use cleat_core::error::{Error, ErrorKind, Result};
 
 /// Enough for the library of a backend. Only touched pages use memory.
 const STACK_BYTES: usize = 256 << 10;
 
+/// The maximum number of requests without an answer: one that is executed, and one that waits.
+const MAX_UNANSWERED: usize = 2;
+
 /// The control thread's end of the queues to the thread. See the file's comment.
 pub(super) struct Resizer {
     image: Arc<dyn Image>,
-    requests: Sender<(u64, SizeRequest)>,
+    tasks: Sender<Task>,
     answers: Receiver<(u64, Result<u64>)>,
+    /// Whether the thread has a check to execute, or executes it.
+    checking: Arc<AtomicBool>,
     /// The number of the last request.
     last: u64,
     /// Requests without an answer, of earlier supervisors, too.
@@ -41,24 +48,46 @@ pub(super) enum SizeRequest {
     Shrink(u64),
 }
 
+/// What the thread is to do.
+#[derive(Debug, Clone, Copy)]
+enum Task {
+    /// A request with its number.
+    Request(u64, SizeRequest),
+    /// Read the size. Without an answer: a change wakes the control thread.
+    Check,
+}
+
 impl Resizer {
     /// Starts the thread, which ends when the resizer is dropped. `waker` wakes the control thread.
     ///
     /// # Errors
     /// Returns an error if the thread cannot be started.
     pub(super) fn start(image: Arc<dyn Image>, waker: Waker) -> Result<Self> {
-        let (requests, incoming) = bounded(1);
-        // One request is executed and one waits, so the thread never waits to send an answer.
-        let (outgoing, answers) = bounded(2);
+        // For a request that waits, and a check.
+        let (tasks, incoming) = bounded(2);
+        // The thread never waits to send an answer.
+        let (outgoing, answers) = bounded(MAX_UNANSWERED);
         image.watch_changes(waker.clone());
-        let thread = SizeThread { image: Arc::clone(&image), waker, failing: false };
+        let checking = Arc::new(AtomicBool::new(false));
+        let is_checking = Arc::clone(&checking);
+        let thread =
+            SizeThread { image: Arc::clone(&image), waker, checking: is_checking, failing: false };
         std::thread::Builder::new()
             .name("size".to_owned())
             .stack_size(STACK_BYTES)
             .spawn(move || thread.run(&incoming, &outgoing))
             .map_err(|e| Error::from_io("cannot start the thread for sizes", e))?;
         let reported = image.size();
-        Ok(Self { image, requests, answers, last: 0, unanswered: 0, awaited: None, reported })
+        Ok(Self {
+            image,
+            tasks,
+            answers,
+            checking,
+            last: 0,
+            unanswered: 0,
+            awaited: None,
+            reported,
+        })
     }
 
     /// Passes `request` to the thread. [`Resizer::answer`] returns the answer later.
@@ -67,17 +96,24 @@ impl Resizer {
     /// `Unavailable` while earlier requests wait for the backend.
     pub(super) fn request(&mut self, request: SizeRequest) -> Result<()> {
         self.last += 1;
-        match self.requests.try_send((self.last, request)) {
-            Ok(()) => {
-                self.awaited = Some(self.last);
-                self.unanswered += 1;
-                Ok(())
-            }
-            Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) => {
-                let message = "the backend has not answered earlier requests for the size";
-                Err(Error::new(ErrorKind::Unavailable, message)
-                    .with_repair("check whether the backend can be reached"))
-            }
+        let has_room = (self.unanswered as usize) < MAX_UNANSWERED;
+        if has_room && self.tasks.try_send(Task::Request(self.last, request)).is_ok() {
+            self.awaited = Some(self.last);
+            self.unanswered += 1;
+            return Ok(());
+        }
+        let message = "the backend has not answered earlier requests for the size";
+        Err(Error::new(ErrorKind::Unavailable, message)
+            .with_repair("check whether the backend can be reached"))
+    }
+
+    /// Has the thread read the size, if the backend requests that of a ping. Does nothing while an earlier check or
+    /// request waits for the backend: a request reads the size, too. Never blocks.
+    pub(super) fn check_on_ping(&self) {
+        let is_due = self.image.size_checks() == SizeChecks::OnRequest && self.unanswered == 0;
+        if is_due && !self.checking.swap(true, Ordering::AcqRel) {
+            // There is room: no request is unanswered, and no other check is pending.
+            let _ = self.tasks.try_send(Task::Check);
         }
     }
 
@@ -122,29 +158,36 @@ impl Resizer {
 struct SizeThread {
     image: Arc<dyn Image>,
     waker: Waker,
+    /// See [`Resizer::checking`].
+    checking: Arc<AtomicBool>,
     /// Whether the last read failed.
     failing: bool,
 }
 
 impl SizeThread {
-    fn run(
-        mut self,
-        requests: &Receiver<(u64, SizeRequest)>,
-        answers: &Sender<(u64, Result<u64>)>,
-    ) {
-        let interval = self.image.size_check_interval();
+    fn run(mut self, tasks: &Receiver<Task>, answers: &Sender<(u64, Result<u64>)>) {
+        let checks = self.image.size_checks();
         loop {
-            let received = match interval {
-                Some(interval) => requests.recv_timeout(interval),
-                None => requests.recv().map_err(RecvTimeoutError::from),
+            let received = match checks {
+                SizeChecks::Every(interval) => tasks.recv_timeout(interval),
+                SizeChecks::Never | SizeChecks::OnRequest => {
+                    tasks.recv().map_err(RecvTimeoutError::from)
+                }
             };
             match received {
-                Ok((number, request)) => {
+                Ok(Task::Request(number, request)) => {
                     let answer = self.execute(request);
                     if answers.send((number, answer)).is_err() {
                         return;
                     }
                     self.waker.wake();
+                }
+                Ok(Task::Check) => {
+                    let has_changed = self.refresh();
+                    self.checking.store(false, Ordering::Release);
+                    if has_changed {
+                        self.waker.wake();
+                    }
                 }
                 Err(RecvTimeoutError::Timeout) => {
                     self.refresh();
@@ -171,7 +214,8 @@ impl SizeThread {
         self.image.refresh_size()
     }
 
-    fn refresh(&mut self) {
+    /// Reads the size. Returns whether it has changed.
+    fn refresh(&mut self) -> bool {
         let before = self.image.size();
         match self.image.refresh_size() {
             Ok(size) => {
@@ -179,12 +223,14 @@ impl SizeThread {
                 if size != before {
                     tracing::info!(before, size, "the volume has another size at the backend");
                 }
+                size != before
             }
             Err(error) => {
                 // Logged once: a backend that does not answer for hours must not fill the log.
                 if !std::mem::replace(&mut self.failing, true) {
                     tracing::warn!("cannot read the volume's size: {}", error.report());
                 }
+                false
             }
         }
     }
@@ -196,7 +242,6 @@ fn unsupported(message: &str) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::Ordering;
     use std::time::Duration;
 
     use cleat_backend::Resize;
@@ -233,7 +278,8 @@ mod tests {
 
     #[test]
     fn the_size_is_read_at_the_interval_of_the_backend() {
-        let image = Arc::new(FakeImage::with_size_checks(Duration::from_millis(1)));
+        let image =
+            Arc::new(FakeImage::with_size_checks(SizeChecks::Every(Duration::from_millis(1))));
         let waker = Waker::new().unwrap();
         let resizer = Resizer::start(image.clone(), waker).unwrap();
         let deadline = SystemClock.now() + Duration::from_secs(10);
@@ -242,6 +288,42 @@ mod tests {
             std::thread::yield_now();
         }
         drop(resizer);
+    }
+
+    #[test]
+    fn a_ping_reads_the_size_only_where_the_backend_requests_it() {
+        let waker = Waker::new().unwrap();
+        let image = Arc::new(FakeImage::with_size_checks(SizeChecks::OnRequest));
+        let mut resizer = Resizer::start(image.clone(), waker.clone()).unwrap();
+        image.grow_at_backend(4096);
+        resizer.check_on_ping();
+        let deadline = SystemClock.now() + Duration::from_secs(10);
+        while resizer.change() != Some(4096) {
+            assert!(SystemClock.now() < deadline, "the new size is not reported");
+            std::thread::yield_now();
+        }
+        let other = Arc::new(FakeImage::default());
+        let mut resizer = Resizer::start(other.clone(), waker).unwrap();
+        resizer.check_on_ping();
+        // The thread would have executed the check before the request.
+        resizer.request(SizeRequest::Refresh).unwrap();
+        answer(&mut resizer).unwrap();
+        assert_eq!(other.size_reads.load(Ordering::SeqCst), 1);
+    }
+
+    #[test]
+    fn while_a_backend_hangs_checks_take_no_place_of_a_request() {
+        let image = Arc::new(FakeImage::with_size_checks(SizeChecks::OnRequest));
+        let mut resizer = Resizer::start(image.clone(), Waker::new().unwrap()).unwrap();
+        let hangs = image.turn.lock().unwrap();
+        resizer.check_on_ping();
+        // Neither this check, which the thread may not have begun, nor a further one takes the place of the request.
+        resizer.check_on_ping();
+        resizer.request(SizeRequest::Resize(4096)).unwrap();
+        resizer.check_on_ping();
+        drop(hangs);
+        assert_eq!(answer(&mut resizer).unwrap(), 4096);
+        assert_eq!(image.size_reads.load(Ordering::SeqCst), 2);
     }
 
     #[test]

@@ -196,6 +196,17 @@ fn is_of(device: &Device, id: &str) -> bool {
     device.identity().is_some_and(|identity| identity.mapping_id() == id)
 }
 
+/// Reads from all devices. The worker of an idle volume is pinged only every 5 minutes, so one that has stopped to answer
+/// commands is noticed when its volume is used.
+pub(crate) fn read_all(world: &World) {
+    for device in cleat_devices(world.kernel()) {
+        let id = device.identity().map(|identity| identity.mapping_id().to_owned());
+        if id.is_some_and(|id| !world.is_busy_elsewhere(&id, 0)) {
+            world.submit(&device, 0, false);
+        }
+    }
+}
+
 /// Checks the final state, after a long time without failures.
 pub(crate) async fn at_the_end(
     world: &World,

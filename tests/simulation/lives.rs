@@ -156,7 +156,9 @@ async fn live(player: &Player<'_>, life: &Life, boot: u64, end: End, to_the_end:
             checks::end_faults(world, player.volumes, calm.lasting);
         }
         world.state().blind = false;
-        sleep(CALM).await;
+        sleep(CALM / 2).await;
+        checks::read_all(world);
+        sleep(CALM / 2).await;
         checks::at_the_end(world, player.volumes, calm, node.executor()).await;
     } else if life.end == End::Shutdown {
         node.shutdown().await;

@@ -8,7 +8,7 @@ use cleat_core::error::Result;
 use super::{FaultImage, PREFIX, Plan};
 use crate::credentials::CredentialFile;
 use crate::fence::Fence;
-use crate::spec::{Backend, Confinement, Nested, OpenOptions, VolumeSpec};
+use crate::spec::{Backend, Confinement, Nested, OpenOptions, VisibleSize, VolumeSpec};
 use crate::uri::{Options, invalid};
 use crate::{HandoverFiles, Image};
 
@@ -104,6 +104,10 @@ impl VolumeSpec for FaultSpec {
     fn without_content_key(&self) -> Option<Arc<dyn VolumeSpec>> {
         let inner = self.inner.without_content_key()?;
         Some(Arc::new(Self { inner, plan: self.plan.clone() }))
+    }
+
+    fn visible_size(&self) -> VisibleSize {
+        self.inner.visible_size()
     }
 
     fn claim_outlives_process(&self) -> bool {

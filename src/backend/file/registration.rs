@@ -3,10 +3,12 @@
 use std::any::Any;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 use std::sync::Arc;
 
 use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_sys::block;
 
 use super::FileImage;
 use super::spec::{DirectorySpec, FileSpec};
@@ -14,7 +16,9 @@ use super::store::FileStore;
 use crate::claimant::Claimant;
 use crate::credentials::CredentialSet;
 use crate::spec::store::Store;
-use crate::spec::{Backend, Nested, OpenOptions, StoreParser, StoreSpec, Stored, VolumeSpec};
+use crate::spec::{
+    Backend, Nested, OpenOptions, StoreParser, StoreSpec, Stored, VisibleSize, VolumeSpec,
+};
 use crate::uri::{Encoded, Options, Size, invalid};
 use crate::{HandoverFiles, Image};
 
@@ -84,6 +88,18 @@ impl VolumeSpec for FileSpec {
         Ok(Arc::new(FileImage::open_successor(self, files, options)?))
     }
 
+    /// The size of what is at the path now. A file that has replaced the one that is open may have another size.
+    fn visible_size(&self) -> VisibleSize {
+        let size = std::fs::metadata(&self.path).and_then(|metadata| {
+            if metadata.file_type().is_block_device() {
+                block::size_of_number(metadata.rdev())
+            } else {
+                Ok(metadata.len())
+            }
+        });
+        size.map_or(VisibleSize::Unknown, VisibleSize::Bytes)
+    }
+
     fn claim_outlives_process(&self) -> bool {
         false
     }
@@ -133,5 +149,36 @@ impl StoreSpec for DirectorySpec {
             return Err(invalid("the two stores belong to different backends"));
         }
         Ok(Arc::new(self.clone()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn visible_size(path: &Path) -> VisibleSize {
+        FileSpec { path: path.to_owned(), direct: false, create: None }.visible_size()
+    }
+
+    #[test]
+    fn the_size_of_a_file_or_device_is_visible_without_opening_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a");
+        assert_eq!(visible_size(&path), VisibleSize::Unknown);
+        std::fs::File::create(&path).unwrap().set_len(12345).unwrap();
+        assert_eq!(visible_size(&path), VisibleSize::Bytes(12345));
+        for name in std::fs::read_dir("/sys/class/block").unwrap().flatten() {
+            let may_change = ["loop", "nbd", "zram"];
+            if may_change.iter().any(|kind| name.file_name().to_string_lossy().starts_with(kind)) {
+                continue;
+            }
+            let sectors = std::fs::read_to_string(name.path().join("size")).unwrap();
+            let bytes = sectors.trim().parse::<u64>().unwrap() * 512;
+            let node = Path::new("/dev").join(name.file_name());
+            // A container may have no node of the device.
+            if node.exists() {
+                assert_eq!(visible_size(&node), VisibleSize::Bytes(bytes), "{node:?}");
+            }
+        }
     }
 }

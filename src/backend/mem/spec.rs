@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cleat_core::error::Result;
 
 use super::MemImage;
-use crate::spec::{Backend, Nested, OpenOptions, VolumeSpec};
+use crate::spec::{Backend, Nested, OpenOptions, VisibleSize, VolumeSpec};
 use crate::uri::{Options, Size, parse_size};
 use crate::{HandoverFiles, Image, VolumeIdentity};
 
@@ -49,6 +49,10 @@ impl VolumeSpec for MemSpec {
 
     fn location(&self) -> String {
         Size(self.size).to_string()
+    }
+
+    fn visible_size(&self) -> VisibleSize {
+        VisibleSize::Fixed
     }
 
     fn warning(&self) -> Option<String> {

@@ -124,6 +124,13 @@ impl SimKernel {
 }
 
 impl State {
+    /// Returns the number of reads and writes of a device that have not ended, of those that advance by steps.
+    pub(super) fn in_flight_by_steps(&self, index: DeviceIndex) -> u64 {
+        let is_meant =
+            |request: &&Request| request.index == index && !matches!(request.io, Io::Flush);
+        self.requests.iter().filter(is_meant).count() as u64
+    }
+
     /// Sends the requests that can be sent, and fails those that never can be.
     fn dispatch(&mut self) {
         let now = (self.script.now)();

@@ -1,6 +1,6 @@
 //! What a test controls and observes on a simulated kernel.
 
-use super::device::Config;
+use super::device::{Config, SimDevice};
 use super::{Call, Device, DeviceIndex, Fault, Holder, Hook, Identity, KernelEvent, SimKernel};
 
 /// Methods for tests.
@@ -109,7 +109,13 @@ impl SimKernel {
 
     /// Returns every device, without faults.
     pub fn show(&self) -> Vec<Device> {
-        self.state().devices.iter().map(|(index, device)| device.show(*index)).collect()
+        let state = self.state();
+        let show = |(index, device): (&DeviceIndex, &SimDevice)| {
+            let mut shown = device.show(*index);
+            shown.in_flight += state.in_flight_by_steps(*index);
+            shown
+        };
+        state.devices.iter().map(show).collect()
     }
 
     /// Marks connections whose peer has closed as dead, as the kernel does by itself.

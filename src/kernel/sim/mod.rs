@@ -196,6 +196,9 @@ impl SimDevice {
             backend: self.config.as_ref().and_then(|config| config.backend.clone()),
             size: self.config.as_ref().map_or(0, |config| config.size),
             block_size: self.config.as_ref().map_or(512, |config| config.block_size),
+            in_flight: self.config.as_ref().map_or(0, |config| {
+                config.connections.iter().map(|connection| connection.replies.in_flight()).sum()
+            }),
         }
     }
 

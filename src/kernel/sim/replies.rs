@@ -43,6 +43,12 @@ impl Replies {
         lock(&self.state).requests.remove(&cookie);
     }
 
+    /// Returns the number of requests that wait for their reply.
+    pub(super) fn in_flight(&self) -> u64 {
+        let state = lock(&self.state);
+        state.requests.values().filter(|reply| reply.is_err()).count() as u64
+    }
+
     /// Waits for the reply to the request `cookie`. `readable` waits until the socket has data, and
     /// `receive` fills a buffer from it.
     ///

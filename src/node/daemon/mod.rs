@@ -2,6 +2,7 @@
 //! daemon, serves the control API, and watches the kernel and the workers until it is stopped.
 
 mod events;
+mod idle_workers;
 mod renewals;
 mod run;
 mod server;

@@ -6,6 +6,7 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
+use super::idle_workers::IdleWorkers;
 use crate::context::Context;
 use crate::devices::devices;
 use crate::liveness::check_liveness;
@@ -16,12 +17,14 @@ use crate::records::{check_state_directory, finish_removals};
 const SWEEP_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Schedules a reconcile for every mapping that does not work, whose device is not the expected one or is quiesced,
-/// or whose record is not in the state directory. Pings the workers of mappings that seem to work: also of quiesced
-/// ones, because a thaw waits for the worker. Runs until the daemon ends.
+/// or whose record is not in the state directory. Pings the workers of mappings that seem to work, unless they are
+/// idle. Those of quiesced mappings are always pinged, because a thaw waits for the worker, and those of failed ones,
+/// because the size of the volume may be right again. Runs until the daemon ends.
 pub(crate) async fn sweep(cx: Arc<Context>) {
     let mut tick = interval(SWEEP_INTERVAL);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut checks = JoinSet::new();
+    let mut idle_workers = IdleWorkers::default();
     loop {
         tick.tick().await;
         let devices = match devices(&cx, Instant::now() + SWEEP_INTERVAL).await {
@@ -41,7 +44,10 @@ pub(crate) async fn sweep(cx: Arc<Context>) {
             let cx = Arc::clone(&cx);
             checks.spawn(async move { check_state_directory(&cx).await });
         }
-        for mapping in cx.register.all() {
+        let mappings = cx.register.all();
+        idle_workers.forget_all_but(&mappings);
+        let mut idle = Vec::new();
+        for mapping in mappings {
             let view = mapping.view();
             let device = view.device.and_then(|seen| {
                 devices.iter().find(|device| device.index == seen.index && device.connected)
@@ -56,10 +62,15 @@ pub(crate) async fn sweep(cx: Arc<Context>) {
             if !works || view.record.quiesced.is_some() || mapping.recorded.is_behind() {
                 cx.wake(&mapping.name);
             }
-            if works {
+            if let Some(device) = device.filter(|_| works && view.record.quiesced.is_none())
+                && let Some(worker) = idle_workers.observe(&mapping, &view, device)
+            {
+                idle.push(worker);
+            } else if works || matches!(view.state, State::Failed(_)) {
                 let cx = Arc::clone(&cx);
                 checks.spawn(async move { check_liveness(&cx, &mapping).await });
             }
         }
+        idle_workers.check_sizes(&cx, idle, &mut checks);
     }
 }

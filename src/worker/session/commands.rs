@@ -139,8 +139,12 @@ impl Session {
             ToWorker::Quiesced { snapshot, errno } => {
                 self.quiesce.answer(snapshot, errno).map(|()| FromWorker::Done)
             }
+            ToWorker::Ping => {
+                self.resizer.check_on_ping();
+                Ok(FromWorker::Done)
+            }
             // Every command has already ended an offer.
-            ToWorker::Ping | ToWorker::CancelHandover => Ok(FromWorker::Done),
+            ToWorker::CancelHandover => Ok(FromWorker::Done),
             ToWorker::TakeOver { unread, state } => {
                 self.take_over(&unread, &state, descriptors).map(|()| FromWorker::Serving)
             }

@@ -7,6 +7,7 @@ mod crashes;
 mod failures;
 mod forced;
 mod full;
+mod idle;
 mod metrics;
 mod names;
 mod objects;

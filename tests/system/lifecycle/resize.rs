@@ -82,7 +82,7 @@ fn a_backend_that_grew_while_the_supervisor_was_down_is_noticed() {
 }
 
 #[test]
-fn a_mapping_of_a_shrunk_backend_has_failed_until_a_shrink_is_allowed() {
+fn a_mapping_of_a_shrunk_backend_has_failed_until_it_grows_or_a_shrink_is_allowed() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
@@ -90,6 +90,10 @@ fn a_mapping_of_a_shrunk_backend_has_failed_until_a_shrink_is_allowed() {
     let failed = supervisor.wait_for("a", MappingState::Failed);
     assert!(failed.message.contains("shrunk"), "{}", failed.message);
     assert_eq!(device_size(&machine, &mapping), SIZE);
+    set_length(&machine, SIZE);
+    supervisor.wait_for("a", MappingState::Mapped);
+    set_length(&machine, SIZE / 2);
+    supervisor.wait_for("a", MappingState::Failed);
     assert_code(resize(&supervisor, 0, false), Code::Internal, "shrunk");
     assert_eq!(resize(&supervisor, 0, true).unwrap().size_bytes, SIZE / 2);
     assert_eq!(device_size(&machine, &mapping), SIZE / 2);
