@@ -88,6 +88,7 @@ impl KeptClient {
 }
 
 /// Disconnects clients that have been idle for [`KEPT`], until there are none.
+#[expect(clippy::disallowed_methods, reason = "a thread of its own waits for time to pass")]
 fn disconnect_idle_clients() {
     loop {
         thread::sleep(KEPT);
