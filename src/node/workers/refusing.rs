@@ -29,9 +29,11 @@ pub struct RefusingWorker {
 }
 
 impl RefusingWorker {
-    /// Returns whether the worker answers the requests of the device.
+    /// Returns whether the worker answers the requests of the device: it runs, and the kernel has not closed all of its
+    /// connections.
     pub(crate) fn serves(&self) -> bool {
-        self.has_connections && !self.worker.has_ended()
+        let is_connected = || self.worker.statistics.snapshot().connections > 0;
+        self.has_connections && !self.worker.has_ended() && is_connected()
     }
 }
 
