@@ -13,9 +13,9 @@ use crate::fixture::{TIMEOUT, repeat as repeats, shell};
 /// The number of moments at which each call is interrupted.
 const MOMENTS: u32 = 5;
 
-/// The number of volumes that are staged at the same time: 25, or 100 if `CLEAT_REPEAT` is set.
+/// The number of volumes that are staged at the same time: 12, or 100 if `CLEAT_REPEAT` is set.
 fn volumes() -> usize {
-    if repeats().is_some() { 100 } else { 25 }
+    if repeats().is_some() { 100 } else { 12 }
 }
 
 /// The calls of a volume's life on a node, in order, each with the time between two moments. The volume is empty at first,
