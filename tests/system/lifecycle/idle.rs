@@ -22,36 +22,30 @@ fn wait_until_idle(machine: &Machine, supervisor: &Supervisor, idle: &[u32]) {
 }
 
 #[test]
-fn idle_workers_sleep_and_the_growth_of_their_volume_is_noticed() {
+fn idle_workers_sleep_and_what_happens_to_them_is_noticed() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
-    let memory = supervisor.map("m", "mem:1M").unwrap();
-    wait_until_idle(&machine, &supervisor, &[mapping.worker_pid, memory.worker_pid]);
-    let file = std::fs::File::options().write(true).open(machine.path("a")).unwrap();
+    let (grows, stops) = ("a", "m");
+    let growing = supervisor.map(grows, &machine.volume(grows)).unwrap();
+    let stopping = supervisor.map(stops, "mem:1M").unwrap();
+    wait_until_idle(&machine, &supervisor, &[growing.worker_pid, stopping.worker_pid]);
+
+    let pid = stopping.worker_pid;
+    kill(pid, Signal::SIGSTOP);
+    let (kernel, index) = (machine.kernel.clone(), index_of(&stopping));
+    let reading = std::thread::spawn(move || kernel.read(index, 0, 4096).unwrap());
+    let failed = supervisor.wait_for(stops, MappingState::Failed);
+    assert!(failed.message.contains(&pid.to_string()), "{}", failed.message);
+    kill(pid, Signal::SIGCONT);
+    assert_eq!(reading.join().unwrap(), [0; 4096]);
+    supervisor.wait_for(stops, MappingState::Mapped);
+
+    let file = std::fs::File::options().write(true).open(machine.path(grows)).unwrap();
     file.set_len(2 * SIZE + 100).unwrap();
     wait_until("the mapping has the new size", || {
-        supervisor.get("a").unwrap().size_bytes == 2 * SIZE
+        supervisor.get(grows).unwrap().size_bytes == 2 * SIZE
     });
-    supervisor.unmap("a").unwrap();
-    supervisor.unmap("m").unwrap();
-    machine.assert_clean();
-}
-
-#[test]
-fn a_worker_that_has_stopped_while_it_was_idle_is_reported_when_a_request_waits_for_it() {
-    let machine = Machine::new();
-    let supervisor = machine.start();
-    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
-    wait_until_idle(&machine, &supervisor, &[mapping.worker_pid]);
-    kill(mapping.worker_pid, Signal::SIGSTOP);
-    let (kernel, index) = (machine.kernel.clone(), index_of(&mapping));
-    let reading = std::thread::spawn(move || kernel.read(index, 0, 4096).unwrap());
-    let failed = supervisor.wait_for("a", MappingState::Failed);
-    assert!(failed.message.contains(&mapping.worker_pid.to_string()), "{}", failed.message);
-    kill(mapping.worker_pid, Signal::SIGCONT);
-    assert_eq!(reading.join().unwrap(), [0; 4096]);
-    supervisor.wait_for("a", MappingState::Mapped);
-    supervisor.unmap("a").unwrap();
+    supervisor.unmap(grows).unwrap();
+    supervisor.unmap(stops).unwrap();
     machine.assert_clean();
 }
