@@ -5,7 +5,7 @@ use cleat_core::error::Result;
 use cleat_object::codec::Snapshot;
 use cleat_object::volume::{Config, Difference, Failure, Place, Volume};
 
-use crate::errors::{no_answer, wait};
+use crate::errors::{failed, no_answer};
 use crate::executor::block_until;
 use crate::manage::ObjectStore;
 use crate::table::number;
@@ -27,8 +27,7 @@ impl ChangeStore for ObjectStore {
             let compared = compare(&place, later, since, from, limit);
             match block_until(after(CALL_TIMEOUT), compared) {
                 Some(Err(Failure::Lost(_))) if looks < MAX_LOOKS => looks += 1,
-                // Nothing is waited for here: it only makes an error of a failure.
-                Some(ended) => return wait(&shown, after(CALL_TIMEOUT), async { ended }),
+                Some(ended) => return ended.map_err(|failure| failed(&shown, failure)),
                 None => return Err(no_answer(&shown)),
             }
         }

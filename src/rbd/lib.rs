@@ -1,6 +1,7 @@
 //! The backend for images of Ceph's RBD. It uses librbd, which is loaded when the first image is opened.
 //!
-//! - One RADOS client per volume: when a client is blocklisted, no other volume is affected.
+//! - One RADOS client per volume: when a client is blocklisted, no other volume is affected. The record of a grant and
+//!   the commands of fencing use other clients, which stay connected for a minute (`clients`).
 //! - A writable image is claimed with its exclusive lock, which is kept until the image is closed
 //!   (`claim`). A client that takes the image over has the cluster blocklist the previous client first.
 //!   Every request of the previous client then fails with ESHUTDOWN, which is `Fenced` and permanent.
