@@ -40,7 +40,7 @@ impl Contents<'_> {
     pub fn check(&self, shown: &str, number: impl Fn(&str) -> Option<u64>) -> Result<()> {
         let find = |name: &str| {
             number(name).ok_or_else(|| {
-                let message = format!("{shown} has no snapshot {}", crate::uri::shown(name));
+                let message = format!("{shown} has no snapshot {name:?}");
                 Error::new(ErrorKind::NotFound, message)
                     .with_repair("cleat volume snapshot ls shows the snapshots")
             })
@@ -49,8 +49,7 @@ impl Contents<'_> {
         let since = self.since.map(find).transpose()?;
         if later.zip(since).is_some_and(|(later, since)| since >= later) {
             let [since, later] = [self.since, self.snapshot].map(Option::unwrap_or_default);
-            let (since, later) = (crate::uri::shown(since), crate::uri::shown(later));
-            let message = format!("the snapshot {since} of {shown} is not older than {later}");
+            let message = format!("the snapshot {since:?} of {shown} is not older than {later:?}");
             return Err(Error::new(ErrorKind::InvalidArgument, message)
                 .with_repair("compare the later snapshot with the earlier one"));
         }
