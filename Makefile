@@ -20,7 +20,7 @@ RELEASE = $(TARGET)/release/cleat
 CARGO_TEST = $(CARGO) test --locked --workspace --features cleat/fault
 
 # What `make test` runs in parallel, the longest first. Each is a make target of its own.
-SUITES = system conformance simulation lint kube ffi export crates
+SUITES = system conformance kube ffi export crates
 # How many of them run at a time. Most tests wait more than they compute.
 JOBS ?= 3
 # The suites `system`, `kube`, `export`, `device` and `fail-over` run one test with `make system TEST=NAME`.
@@ -33,7 +33,7 @@ SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.
 .DEFAULT_GOAL := build
 .PHONY: help build release demo test unit tests vm-image comparison comparison-fail-over soak \
 	soak-device soak-simulation soak-models soak-fights soak-controller soak-nodes soak-fuzz bench install \
-	uninstall clean control-plane nodes fail-over demo-cluster image deps-build deps-test device $(SUITES)
+	uninstall clean control-plane nodes fail-over demo-cluster image deps-build deps-test device simulation lint $(SUITES)
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,11 +52,11 @@ demo: release ## Map a volume, put a file system and files on it, check them; in
 
 test: deps-test ## Everything, in about half an hour: lint, tests, virtual machines
 	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) --again system,kube,export,device,fail-over \
-		--background lint vm-image tests control-plane / $(filter-out lint,$(SUITES)) / fail-over lint / device
+		--background lint,simulation vm-image tests control-plane / $(SUITES) / fail-over lint simulation / device
 
 unit: deps-test ## What needs no virtual machine
 	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) --again system,kube,export \
-		tests control-plane / $(SUITES)
+		tests control-plane / $(SUITES) simulation lint
 
 lint: deps-test ## Formatting, clippy with and without `fault`, shell scripts
 	$(CARGO) fmt --all --check

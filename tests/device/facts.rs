@@ -15,8 +15,9 @@ use crate::fixture::repeat;
 use crate::trial;
 
 /// They wait for several timeouts of the kernel, and depend on nothing but the kernel, so `make soak` runs them.
-const SLOW: [&str; 2] = [
+const SLOW: [&str; 3] = [
     "lost_requests_are_sent_again_by_the_timer_of_their_start",
+    "new_requests_wait_for_a_connection_lost_ones_for_a_replacement",
     "several_connections_send_slow_requests_twice",
 ];
 
