@@ -308,8 +308,33 @@ fn is_readable_without(rule: Option<Rule>, has_snapshot: bool) -> bool {
     })
 }
 
+/// Writes at any moment of a flattening, and returns whether nothing is copied over the new data.
+fn keeps_what_is_written_meanwhile(rule: Option<Rule>) -> bool {
+    let last = (DATA as u64).next_multiple_of(512);
+    without(rule, || {
+        (0..40).all(|polls| {
+            let family = Family::new();
+            let (_, clone) = family.open(20).unwrap();
+            with_volume(&clone, async {
+                clone.start_flatten();
+                for _ in 0..polls {
+                    yield_once().await;
+                }
+                for mib in 0..8 {
+                    clone.write(mib * MIB + last, &[5; 512]).await?;
+                }
+                clone.flatten(&mut |_, _| ControlFlow::Continue(())).await
+            })
+            .unwrap();
+            bytes(&clone) == vec![[1, 5, 0]; 8]
+        })
+    })
+}
+
 #[test]
 fn each_rule_of_flattening_is_needed() {
+    assert!(keeps_what_is_written_meanwhile(None));
+    assert!(!keeps_what_is_written_meanwhile(Some(Rule::Copy)));
     assert!(is_readable_without(None, false));
     assert!(is_readable_without(None, true));
     assert!(!is_readable_without(Some(Rule::OwnBase), false));

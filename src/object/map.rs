@@ -31,17 +31,28 @@ pub struct Freed {
     pub bytes: u32,
 }
 
+/// A change of a page.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Replacement {
+    /// The entry is in place of what its range had before.
+    Entry(Entry),
+    /// The range reads as zeroes.
+    Zeroes(Range<u32>),
+}
+
 /// The entries of a page.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Page {
     entries: Vec<Entry>,
+    /// The changes since they were taken.
+    replacements: Vec<Replacement>,
 }
 
 impl Page {
     /// Makes a page of entries that the codec has checked: in order and without overlaps.
     pub fn new(entries: Vec<Entry>) -> Self {
         debug_assert!(entries.is_sorted_by(|a, b| range(a).end <= b.offset));
-        Self { entries }
+        Self { entries, replacements: Vec::new() }
     }
 
     /// Returns the entries in the order of their ranges.
@@ -52,6 +63,22 @@ impl Page {
     /// The memory of the entries in bytes, with the room for more.
     pub fn bytes(&self) -> usize {
         self.entries.capacity() * size_of::<Entry>()
+    }
+
+    /// Takes the changes since the last call.
+    pub fn take_replacements(&mut self) -> Vec<Replacement> {
+        std::mem::take(&mut self.replacements)
+    }
+
+    /// Makes changes again that were taken from a page with the same entries.
+    pub fn repeat(&mut self, replacements: &[Replacement]) {
+        for replacement in replacements {
+            match replacement {
+                Replacement::Entry(entry) => self.write(*entry, |_| ()),
+                Replacement::Zeroes(range) => self.zero(range.clone(), |_| ()),
+            }
+        }
+        self.replacements = Vec::new();
     }
 
     /// Whether the range reads as zeroes.
@@ -124,6 +151,7 @@ impl Page {
         if with.is_empty() {
             return;
         }
+        self.replacements.push(entry.map_or(Replacement::Zeroes(with.clone()), Replacement::Entry));
         let old = self.overlapping(&with);
         for found in &self.entries[old.clone()] {
             let (ancestor, object) = (found.ancestor, found.object);
@@ -317,6 +345,12 @@ mod tests {
                 assert!(entry.length > 0 && entry.skip + entry.length <= entry.extent_length);
             }
         }
+
+        /// The same changes of another page lead to the same entries.
+        fn repeat(&mut self, other: &mut Page) {
+            other.repeat(&self.page.take_replacements());
+            assert_eq!(self.page, *other);
+        }
     }
 
     fn free(live: &mut BTreeMap<Position, i64>, freed: Freed) {
@@ -334,9 +368,11 @@ mod tests {
                 live: BTreeMap::new(),
                 slot: 0,
             };
+            let mut other = Page::default();
             for change in changes {
                 pair.apply(&change);
                 pair.check();
+                pair.repeat(&mut other);
             }
         }
     }

@@ -1,4 +1,4 @@
-//! The memory of a trim that is much longer than the map in memory.
+//! The memory of changes of much more than the map in memory.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -163,6 +163,55 @@ fn a_snapshot_keeps_the_pages_that_a_trim_makes_superfluous() {
     settle(&volume, &watching.memory);
     settle(&volume, &watching.memory);
     assert!(watching.pages() < 10, "{} pages are left", watching.pages());
+}
+
+/// The pages are four times as large as the memory, and one slot changes each of them.
+#[test]
+fn scattered_changes_of_large_pages_stay_within_the_memory() {
+    const PAGE: u64 = 32 << 10;
+    const COUNT: u64 = 256;
+    const BLOCK: u64 = 512;
+    let watching = Arc::new(Watching::default());
+    let store: Arc<dyn Store> = Arc::clone(&watching) as _;
+    let description = description(COUNT * PAGE, 32 << 10);
+    block_on(Volume::create(Arc::clone(&store), &description)).unwrap();
+    let volume = open(&store, 10, config()).unwrap();
+    with_volume(&volume, async {
+        for number in 0..COUNT * PAGE / BLOCK {
+            volume.write(number * BLOCK, &[1; 512]).await?;
+        }
+        volume.flush().await
+    })
+    .unwrap();
+    settle(&volume, &watching.memory);
+    watching.volume.set(volume.clone()).ok().unwrap();
+    with_volume(&volume, async {
+        for page in 0..COUNT {
+            volume.trim(page * PAGE + 5 * BLOCK, BLOCK).await?;
+            volume.write(page * PAGE + 7 * BLOCK, &[3; 512]).await?;
+        }
+        volume.flush().await
+    })
+    .unwrap();
+    let are_right = |volume: &Volume| {
+        for page in 0..COUNT {
+            let byte = |at: u64| block_on(byte_at(volume, page * PAGE + at)).unwrap();
+            let bytes = [4, 5, 6, 7, 8].map(|block| byte(block * BLOCK));
+            assert_eq!(bytes, [1, 0, 1, 3, 1], "page {page}");
+        }
+        let map_bytes = volume.status().map_bytes;
+        assert!(map_bytes <= MAP_BYTES, "{map_bytes} bytes");
+    };
+    are_right(&volume);
+    let place = block_on(Place::find(Arc::clone(&store), Nonce([20; 16]))).unwrap();
+    are_right(&block_on(place.view(config())).unwrap());
+    settle(&volume, &watching.memory);
+    are_right(&volume);
+    let most = watching.most_map_bytes.load(Ordering::Relaxed);
+    assert!(most <= MAP_BYTES, "{most} bytes");
+    block_on(volume.check_accounting()).unwrap();
+    drop(volume);
+    are_right(&open(&store, 11, config()).unwrap());
 }
 
 #[test]

@@ -7,7 +7,7 @@ use super::shared::{Patience, Shared, State};
 use super::table::split;
 use super::tasks::{Part, all};
 use super::usage::Chunk;
-use crate::codec::{Checkpoint, Entry, Index, Leaf, MAX_CHILDREN, PageId, Record, Usage, Used};
+use crate::codec::{Checkpoint, Index, Leaf, MAX_CHILDREN, PageId, Record, Usage, Used};
 use crate::name::{Name, Position};
 use crate::rules::{Rule, applies};
 
@@ -147,11 +147,10 @@ impl Shared {
             let map = &self.lock().map;
             (map.dirty_leaves(number), map.emptied_leaves(number))
         };
-        let numbers: Vec<u64> = leaves.iter().map(|(leaf, _)| *leaf).collect();
         let mut old: Vec<PageId> =
             emptied.into_iter().filter_map(|child| pages[child].take()).collect();
-        let puts = leaves.into_iter().map(|(leaf, entries)| -> Part<'_, _> {
-            Box::pin(async move { Ok((leaf, self.write_leaf(leaf, entries).await?)) })
+        let puts = leaves.iter().map(|leaf| -> Part<'_, _> {
+            Box::pin(async move { Ok((*leaf, self.write_leaf(*leaf).await?)) })
         });
         for (leaf, id) in all(puts, PAGES_IN_FLIGHT).await? {
             old.extend(pages[split(leaf).1].replace(id));
@@ -170,13 +169,18 @@ impl Shared {
         let mut state = self.lock();
         let place = usize::try_from(number).unwrap_or(usize::MAX);
         old.extend(state.map.root().get(place).copied().flatten());
-        state.map.replace(number, id, pages, &numbers);
+        state.map.replace(number, id, pages, &leaves);
         state.supersede(old.into_iter().filter(is_own).map(name), at);
         Ok(())
     }
 
     /// Writes a map page.
-    async fn write_leaf(&self, range: u64, entries: Vec<Entry>) -> Result<PageId, Failure> {
+    async fn write_leaf(&self, range: u64) -> Result<PageId, Failure> {
+        let entries = self
+            .with_map_for(Patience::Background, |state| {
+                Ok(state.map.leaf(range)?.map_or(Vec::new(), |page| page.entries().to_vec()))
+            })
+            .await?;
         let id = self.next_page();
         let identity = self.access.identity(id.epoch, id.number);
         let page = Leaf { identity, nonce: self.access.nonce, range, entries };

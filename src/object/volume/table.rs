@@ -1,10 +1,11 @@
 //! The extent map in memory: a bounded part of its pages, and the changes since the last checkpoint.
 //!
 //! The map has three levels: the root, which is in the checkpoint and always in memory; pages of the index with
-//! the names of 1024 map pages each; and map pages. The lower two are loaded when they are needed, and those
-//! without changes are evicted, the least recently used first. Changed map pages stay until a checkpoint has
-//! written them; [`Table::dirty_bytes`] tells when one is due. A page of the index changes only in a checkpoint,
-//! and is written there at once.
+//! the names of 1024 map pages each; and map pages. The lower two are loaded when they are needed, and evicted, the
+//! least recently used first. The changes of map pages stay until a checkpoint has written the pages;
+//! [`Table::dirty_bytes`] tells when one is due. A changed page can be evicted nevertheless: when it is needed, the
+//! changes are made again. So the memory depends on the number of changes and not on the size of the pages. A page of
+//! the index changes only in a checkpoint, and is written there at once.
 //!
 //! A map page that has become empty is no page in memory, but a number in a set of ranges. So a trim of any length
 //! takes the memory of one range.
@@ -14,9 +15,9 @@ use std::ops::Range;
 
 use super::ranges::Ranges;
 use crate::codec::{Entry, MAX_CHILDREN, PageId};
-use crate::map::Page;
+use crate::map::{Page, Replacement};
 
-/// The memory of a page besides its entries, in bytes.
+/// The memory of a page besides its entries, and that of changes besides their list, in bytes.
 const OVERHEAD_BYTES: usize = 128;
 
 /// A page that must be loaded before the table can answer.
@@ -58,23 +59,38 @@ enum Content {
 
 struct Cached {
     content: Content,
-    is_dirty: bool,
+    /// The name in the last checkpoint.
+    id: Option<PageId>,
     bytes: usize,
     /// When the page was used last.
     tick: u64,
+}
+
+/// What has happened to a map page since the last checkpoint.
+struct Changes {
+    /// The name of the page in the last checkpoint. `None`: it was empty.
+    base: Option<PageId>,
+    /// The changes in their order. `None`: they are more than the page itself, which is not evicted.
+    list: Option<Vec<Replacement>>,
+    /// The memory of the list in bytes.
+    bytes: usize,
 }
 
 /// The pages of the map that are in memory.
 pub(super) struct Table {
     root: Vec<Option<PageId>>,
     pages: BTreeMap<Key, Cached>,
-    /// The map pages that have become empty since the last checkpoint. Those in `pages` have content again.
+    /// The changes of map pages that are not empty.
+    changes: BTreeMap<u64, Changes>,
+    /// The map pages that have become empty since the last checkpoint. Those in `changes` have content again.
     emptied: Ranges,
-    /// The pages without changes, by their last use.
+    /// The pages that can be evicted, by their last use.
     evictable: BTreeMap<u64, Key>,
     tick: u64,
-    bytes: usize,
-    dirty_bytes: usize,
+    /// The memory of the pages, of the lists of changes, and of the pages that are not evicted because of changes.
+    page_bytes: usize,
+    list_bytes: usize,
+    whole_bytes: usize,
     max_bytes: usize,
 }
 
@@ -84,11 +100,13 @@ impl Table {
         let mut table = Self {
             root,
             pages: BTreeMap::new(),
+            changes: BTreeMap::new(),
             emptied: Ranges::default(),
             evictable: BTreeMap::new(),
             tick: 0,
-            bytes: 0,
-            dirty_bytes: 0,
+            page_bytes: 0,
+            list_bytes: 0,
+            whole_bytes: 0,
             max_bytes,
         };
         table.extend(leaves);
@@ -99,10 +117,19 @@ impl Table {
     pub(super) fn inherited(mut self) -> Self {
         self.root = inherited_pages(self.root, 1);
         for cached in self.pages.values_mut() {
+            cached.id = cached.id.map(|id| inherited_page(id, 1));
             match &mut cached.content {
                 Content::Index(pages) => *pages = inherited_pages(std::mem::take(pages), 1),
                 Content::Leaf(page) => {
                     *page = Page::new(inherited_entries(page.entries().to_vec(), 1));
+                }
+            }
+        }
+        for changes in self.changes.values_mut() {
+            changes.base = changes.base.map(|id| inherited_page(id, 1));
+            for replacement in changes.list.iter_mut().flatten() {
+                if let Replacement::Entry(entry) = replacement {
+                    *entry = inherited_entry(*entry, 1);
                 }
             }
         }
@@ -117,12 +144,12 @@ impl Table {
 
     /// The memory of all pages in bytes.
     pub(super) fn bytes(&self) -> usize {
-        self.bytes + self.emptied.bytes()
+        self.page_bytes + self.list_bytes + self.emptied.bytes()
     }
 
-    /// The memory of changed pages in bytes.
+    /// The memory in bytes that a checkpoint makes free.
     pub(super) fn dirty_bytes(&self) -> usize {
-        self.dirty_bytes + self.emptied.bytes()
+        self.list_bytes + self.whole_bytes + self.emptied.bytes()
     }
 
     pub(super) fn root(&self) -> &[Option<PageId>] {
@@ -135,10 +162,13 @@ impl Table {
     /// Returns the page that must be loaded first.
     pub(super) fn leaf(&mut self, number: u64) -> Result<Option<&Page>, Missing> {
         if !self.pages.contains_key(&Key::Leaf(number)) {
-            return match self.leaf_id(number)? {
-                Some(id) => Err(Missing::Leaf(number, id)),
-                None => Ok(None),
-            };
+            match self.base_of(number)? {
+                Some(id) => return Err(Missing::Leaf(number, id)),
+                None if self.changes.contains_key(&number) => {
+                    self.insert_leaf(number, None, Page::default());
+                }
+                None => return Ok(None),
+            }
         }
         Ok(self.touch(Key::Leaf(number)).and_then(|page| match &page.content {
             Content::Leaf(page) => Some(page),
@@ -146,7 +176,15 @@ impl Table {
         }))
     }
 
-    /// Changes a map page with `change`. The page becomes dirty, or is only a number if it has become empty.
+    /// Returns the name of a map page to which its changes are made.
+    fn base_of(&mut self, number: u64) -> Result<Option<PageId>, Missing> {
+        match self.changes.get(&number) {
+            Some(changes) => Ok(changes.base),
+            None => self.leaf_id(number),
+        }
+    }
+
+    /// Changes a map page with `change`. A page that has become empty is only a number.
     ///
     /// # Errors
     /// Returns the page that must be loaded first; nothing was changed then.
@@ -156,36 +194,86 @@ impl Table {
         change: impl FnOnce(&mut Page) -> R,
     ) -> Result<R, Missing> {
         if self.leaf(number)?.is_none() {
-            self.insert(Key::Leaf(number), Content::Leaf(Page::default()));
+            self.insert_leaf(number, None, Page::default());
         }
         let cached = self.pages.get_mut(&Key::Leaf(number)).expect("the page was inserted");
         let Content::Leaf(page) = &mut cached.content else { unreachable!("the key says so") };
         let result = change(page);
-        let before = cached.bytes;
-        cached.bytes = leaf_bytes(page);
-        let is_empty = page.entries().is_empty();
-        self.bytes = self.bytes + cached.bytes - before;
-        if cached.is_dirty {
-            self.dirty_bytes -= before;
+        let (made, is_empty) = (page.take_replacements(), page.entries().is_empty());
+        let (base, bytes, before) = (cached.id, leaf_bytes(page), cached.bytes);
+        cached.bytes = bytes;
+        self.page_bytes = self.page_bytes + bytes - before;
+        if self.is_whole(number) {
+            self.whole_bytes = self.whole_bytes + bytes - before;
         }
-        self.dirty_bytes += cached.bytes;
-        cached.is_dirty = true;
-        self.evictable.remove(&cached.tick);
-        if is_empty {
-            self.drop_empty(number);
+        match is_empty {
+            true => self.drop_empty(number),
+            false => self.note(number, base, made, bytes),
         }
         Ok(result)
     }
 
-    /// Removes a changed map page that has become empty from memory.
+    /// Removes a map page that has become empty from memory.
     fn drop_empty(&mut self, number: u64) {
+        self.forget_changes(number);
         if let Some(cached) = self.pages.remove(&Key::Leaf(number)) {
-            self.bytes -= cached.bytes;
-            self.dirty_bytes -= cached.bytes;
+            self.evictable.remove(&cached.tick);
+            self.page_bytes -= cached.bytes;
         }
         if self.root_of(split(number).0).is_some() {
             self.emptied.insert(number);
             self.evict();
+        }
+    }
+
+    /// Keeps changes of a map page of `page_bytes` bytes.
+    fn note(
+        &mut self,
+        number: u64,
+        base: Option<PageId>,
+        made: Vec<Replacement>,
+        page_bytes: usize,
+    ) {
+        if made.is_empty() {
+            return;
+        }
+        let new = || Changes { base, list: Some(Vec::new()), bytes: 0 };
+        let changes = self.changes.entry(number).or_insert_with(new);
+        let Some(list) = &mut changes.list else { return };
+        list.reserve_exact(made.len());
+        list.extend(made);
+        self.list_bytes -= changes.bytes;
+        changes.bytes = OVERHEAD_BYTES + size_of_val(list.as_slice());
+        if changes.bytes > page_bytes {
+            self.keep_whole(number);
+        } else {
+            self.list_bytes += changes.bytes;
+        }
+        self.evict();
+    }
+
+    /// Keeps a map page in memory instead of the list of its changes.
+    fn keep_whole(&mut self, number: u64) {
+        if let Some(changes) = self.changes.get_mut(&number) {
+            (changes.list, changes.bytes) = (None, OVERHEAD_BYTES);
+            self.list_bytes += changes.bytes;
+        }
+        if let Some(cached) = self.pages.get(&Key::Leaf(number)) {
+            self.evictable.remove(&cached.tick);
+            self.whole_bytes += cached.bytes;
+        }
+    }
+
+    fn is_whole(&self, number: u64) -> bool {
+        self.changes.get(&number).is_some_and(|changes| changes.list.is_none())
+    }
+
+    /// Removes the changes of a map page, which is empty, or was written.
+    fn forget_changes(&mut self, number: u64) {
+        let Some(changes) = self.changes.remove(&number) else { return };
+        self.list_bytes -= changes.bytes;
+        if changes.list.is_none() {
+            self.whole_bytes -= self.pages.get(&Key::Leaf(number)).map_or(0, |page| page.bytes);
         }
     }
 
@@ -199,9 +287,7 @@ impl Table {
     /// Returns the page of the index if it must be loaded first.
     pub(super) fn existing(&mut self, numbers: Range<u64>) -> Result<Vec<u64>, Missing> {
         let (index, first) = split(numbers.start);
-        let in_memory = Key::Leaf(numbers.start)..Key::Leaf(numbers.end);
-        let is_none_in_memory = self.pages.range(in_memory).next().is_none();
-        if self.root_of(index).is_none() && is_none_in_memory {
+        if self.root_of(index).is_none() && self.changes.range(numbers.clone()).next().is_none() {
             return Ok(Vec::new());
         }
         let stored: Vec<bool> = match self.index(index)? {
@@ -212,7 +298,7 @@ impl Table {
         Ok(numbers
             .enumerate()
             .filter(|(place, number)| {
-                self.pages.contains_key(&Key::Leaf(*number))
+                self.changes.contains_key(number)
                     || is_stored(*place) && !self.emptied.contains(*number)
             })
             .map(|(_, number)| number)
@@ -244,7 +330,7 @@ impl Table {
 
     /// Returns where the last checkpoint has the map pages below a page of the index.
     pub(super) fn stored_index(&self, index: u64) -> Stored {
-        let is_changed = self.dirty_in(below(index)).next().is_some()
+        let is_changed = self.changes.range(below(index)).next().is_some()
             || self.emptied.within(below(index)).next().is_some();
         match is_changed {
             true => Stored::Changed,
@@ -257,8 +343,7 @@ impl Table {
     /// # Errors
     /// Returns the page of the index if it must be loaded first.
     pub(super) fn stored_leaf(&mut self, number: u64) -> Result<Stored, Missing> {
-        let is_dirty = self.pages.get(&Key::Leaf(number)).is_some_and(|cached| cached.is_dirty);
-        match is_dirty || self.emptied.contains(number) {
+        match self.changes.contains_key(&number) || self.emptied.contains(number) {
             true => Ok(Stored::Changed),
             false => self.leaf_id(number).map(Stored::In),
         }
@@ -266,9 +351,9 @@ impl Table {
 
     /// Takes a map page that was loaded. It is ignored if it was replaced meanwhile.
     pub(super) fn supply_leaf(&mut self, number: u64, id: PageId, entries: Vec<Entry>) {
-        let is_current = self.leaf_id(number) == Ok(Some(id));
+        let is_current = self.base_of(number) == Ok(Some(id));
         if is_current && !self.pages.contains_key(&Key::Leaf(number)) {
-            self.insert(Key::Leaf(number), Content::Leaf(Page::new(entries)));
+            self.insert_leaf(number, Some(id), Page::new(entries));
         }
     }
 
@@ -276,7 +361,7 @@ impl Table {
     pub(super) fn supply_index(&mut self, number: u64, id: PageId, pages: Vec<Option<PageId>>) {
         let is_current = self.root_of(number) == Some(id);
         if is_current && !self.pages.contains_key(&Key::Index(number)) {
-            self.insert(Key::Index(number), Content::Index(pages));
+            self.insert(Key::Index(number), Content::Index(pages), Some(id));
         }
     }
 
@@ -287,15 +372,18 @@ impl Table {
         if self.index(index).is_err() {
             self.root[usize::try_from(index).unwrap_or(usize::MAX)] = None;
         }
-        self.insert(Key::Leaf(number), Content::Leaf(Page::default()));
-        let changed = self.change(number, |page| *page = Page::new(entries));
-        debug_assert!(changed.is_ok(), "the page is in memory");
+        self.forget_changes(number);
+        if entries.is_empty() {
+            return self.drop_empty(number);
+        }
+        self.insert_leaf(number, None, Page::new(entries));
+        self.changes.insert(number, Changes { base: None, list: None, bytes: 0 });
+        self.keep_whole(number);
     }
 
     /// Returns the pages of the index below which map pages have changed.
     pub(super) fn dirty_indices(&self) -> Vec<u64> {
-        let mut numbers: Vec<u64> =
-            self.dirty_in(0..u64::MAX).map(|(number, _)| split(number).0).collect();
+        let mut numbers: Vec<u64> = self.changes.keys().map(|number| split(*number).0).collect();
         numbers.dedup();
         let emptied = self.emptied.within(0..u64::MAX);
         numbers.extend(emptied.flat_map(|range| split(range.start).0..=split(range.end - 1).0));
@@ -310,10 +398,9 @@ impl Table {
         ranges.flatten().map(|number| split(number).1).collect()
     }
 
-    /// Returns the changed map pages below a page of the index.
-    pub(super) fn dirty_leaves(&self, index: u64) -> Vec<(u64, Vec<Entry>)> {
-        let below = self.dirty_in(below(index));
-        below.map(|(number, page)| (number, page.entries().to_vec())).collect()
+    /// Returns the numbers of the changed map pages below a page of the index that are not empty.
+    pub(super) fn dirty_leaves(&self, index: u64) -> Vec<u64> {
+        self.changes.range(below(index)).map(|(number, _)| *number).collect()
     }
 
     /// Replaces a page of the index, after it and the map pages in `leaves` were written. `leaves` have not changed
@@ -326,46 +413,47 @@ impl Table {
         leaves: &[u64],
     ) {
         self.root[usize::try_from(index).unwrap_or(usize::MAX)] = id;
-        self.insert(Key::Index(index), Content::Index(pages));
         self.emptied.remove(&below(index));
         for number in leaves {
-            let Some(cached) = self.pages.get_mut(&Key::Leaf(*number)) else { continue };
-            cached.is_dirty = false;
-            self.dirty_bytes -= cached.bytes;
+            self.forget_changes(*number);
+            if let Some(cached) = self.pages.get_mut(&Key::Leaf(*number)) {
+                cached.id = pages[split(*number).1];
+            }
             self.touch(Key::Leaf(*number));
         }
-        self.evict();
+        self.insert(Key::Index(index), Content::Index(pages), id);
     }
 
-    fn dirty_in(&self, numbers: Range<u64>) -> impl Iterator<Item = (u64, &Page)> {
-        let keys = Key::Leaf(numbers.start)..Key::Leaf(numbers.end);
-        self.pages.range(keys).filter_map(|(key, cached)| match (key, &cached.content) {
-            (Key::Leaf(number), Content::Leaf(page)) if cached.is_dirty => Some((*number, page)),
-            _ => None,
-        })
+    /// Puts a map page with the name `id` into memory, and makes its changes again.
+    fn insert_leaf(&mut self, number: u64, id: Option<PageId>, mut page: Page) {
+        if let Some(list) = self.changes.get(&number).and_then(|changes| changes.list.as_ref()) {
+            page.repeat(list);
+        }
+        self.insert(Key::Leaf(number), Content::Leaf(page), id);
     }
 
-    fn insert(&mut self, key: Key, content: Content) {
+    fn insert(&mut self, key: Key, content: Content, id: Option<PageId>) {
         let bytes = match &content {
             Content::Index(pages) => OVERHEAD_BYTES + size_of_val(pages.as_slice()),
             Content::Leaf(page) => leaf_bytes(page),
         };
-        let cached = Cached { content, is_dirty: false, bytes, tick: 0 };
+        let cached = Cached { content, id, bytes, tick: 0 };
         if let Some(old) = self.pages.insert(key, cached) {
             self.evictable.remove(&old.tick);
-            self.bytes -= old.bytes;
+            self.page_bytes -= old.bytes;
         }
-        self.bytes += bytes;
+        self.page_bytes += bytes;
         self.touch(key);
         self.evict();
     }
 
     fn touch(&mut self, key: Key) -> Option<&Cached> {
+        let is_whole = matches!(key, Key::Leaf(number) if self.is_whole(number));
         let cached = self.pages.get_mut(&key)?;
         self.evictable.remove(&cached.tick);
         self.tick += 1;
         cached.tick = self.tick;
-        if !cached.is_dirty {
+        if !is_whole {
             self.evictable.insert(self.tick, key);
         }
         Some(cached)
@@ -376,7 +464,7 @@ impl Table {
         while self.bytes() > self.max_bytes && self.evictable.len() > 2 {
             let Some((_, key)) = self.evictable.pop_first() else { return };
             if let Some(cached) = self.pages.remove(&key) {
-                self.bytes -= cached.bytes;
+                self.page_bytes -= cached.bytes;
             }
         }
     }
@@ -400,12 +488,18 @@ fn leaf_bytes(page: &Page) -> usize {
 
 /// Pages that an ancestor has written, as a clone refers to them.
 pub(super) fn inherited_pages(pages: Vec<Option<PageId>>, ancestor: u8) -> Vec<Option<PageId>> {
-    let older = |id: PageId| PageId { ancestor: id.ancestor.saturating_add(ancestor), ..id };
-    pages.into_iter().map(|id| id.map(older)).collect()
+    pages.into_iter().map(|id| id.map(|id| inherited_page(id, ancestor))).collect()
+}
+
+fn inherited_page(id: PageId, ancestor: u8) -> PageId {
+    PageId { ancestor: id.ancestor.saturating_add(ancestor), ..id }
 }
 
 /// Entries that an ancestor has written, as a clone refers to them.
 pub(super) fn inherited_entries(entries: Vec<Entry>, ancestor: u8) -> Vec<Entry> {
-    let older = |entry: Entry| Entry { ancestor: entry.ancestor.saturating_add(ancestor), ..entry };
-    entries.into_iter().map(older).collect()
+    entries.into_iter().map(|entry| inherited_entry(entry, ancestor)).collect()
+}
+
+fn inherited_entry(entry: Entry, ancestor: u8) -> Entry {
+    Entry { ancestor: entry.ancestor.saturating_add(ancestor), ..entry }
 }
