@@ -3,6 +3,9 @@
 //! and 128. Then what the tail file costs, against a volume that acknowledges from its own memory. STORE is
 //! `dir:/DIRECTORY` (the default is a temporary directory) or `s3://…`.
 //!
+//! `cargo bench --bench objects -- sequential [STORE]`: writes of 1 MiB, four at a time, until a flush covers them. For a
+//! directory, beside puts of the same length to its store, four at a time.
+//!
 //! `cargo bench --bench objects -- packing`: what compression and encryption cost in the engine alone, in processor
 //! time, on a directory in memory.
 
@@ -17,6 +20,7 @@
 use std::fs::{self, File};
 use std::future::poll_fn;
 use std::io::{self, IoSlice};
+use std::ops::ControlFlow;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
@@ -27,7 +31,8 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use cleat::backends::REGISTRY;
-use cleat_backend::store::Layout;
+use cleat_backend::store::{Layout, Removal};
+use cleat_backend::uri::StoreUri;
 use cleat_object::codec::{Compression, Description};
 use cleat_object::encryption::KeyFile;
 use cleat_object::name::{Nonce, VolumeId};
@@ -35,7 +40,7 @@ use cleat_object::store::directory::Directory;
 use cleat_object::store::{Store, StoreError};
 use cleat_object::tail_memory::Memory;
 use cleat_object::volume::{Config, Keep, Parents, Place, Volume};
-use cleat_worker::protocol::{FromWorker, Start};
+use cleat_worker::protocol::{FromWorker, Start, ToWorker};
 use nix::sys::uio::pwritev;
 use test_kit::nbd::kernel as nbd;
 use test_kit::worker::{Worker, start_message};
@@ -67,10 +72,14 @@ fn main() {
     if std::env::args().any(|argument| argument == "packing") {
         return packing();
     }
+    let is_sequential = std::env::args().any(|argument| argument == "sequential");
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let store = std::env::args().skip(1).find(|argument| argument.contains(':'));
     let store = store.unwrap_or_else(|| format!("dir:{}", directory.path().display()));
     let store = REGISTRY.store(&store).unwrap();
+    if is_sequential {
+        return sequential(&store, directory.path());
+    }
     for depth in DEPTHS {
         for round in 0..2 {
             for (what, has_tail) in [("durable", false), ("tail file", true)] {
@@ -95,8 +104,72 @@ fn tail_file(bytes: u64) -> File {
     file
 }
 
-/// Loads a worker process.
-fn worker(uri: &str, has_tail: bool, depth: u64) -> String {
+/// Writes a volume from its begin to its end, in three rounds.
+fn sequential(store: &StoreUri, directory: &Path) {
+    for round in 0..3 {
+        if store.spec().scheme() == "dir" {
+            println!(
+                "store: {:.0} MiB/s in puts of 8 MiB",
+                puts(&directory.join(format!("own-{round}")))
+            );
+        }
+        for (what, has_tail) in [("durable", false), ("tail file", true)] {
+            let name = format!("sequential-{round}-{has_tail}");
+            store.connect().unwrap().create(&name, SIZE, &Layout::default()).unwrap();
+            let uri = store.volume(&name, None).unwrap().to_string();
+            let (mut worker, sockets, _tail) = start(&uri, has_tail);
+            println!("volume, {what}: {:.0} MiB/s", fill(&sockets[0]));
+            worker.send(&ToWorker::Stop, &[]);
+            assert!(worker.exit().success());
+            let on = &mut |_, _| ControlFlow::Continue(());
+            store.connect().unwrap().remove(&name, Removal::Now, on).unwrap();
+        }
+    }
+}
+
+/// Writes 512 MiB, and flushes. Returns MiB per second.
+fn fill(socket: &UnixStream) -> f64 {
+    let (count, data) = (512, noise());
+    let send = |number: u64| {
+        let at = (number << 12) as usize;
+        nbd::send(socket, nbd::WRITE, number, number << 20, 1 << 20, &data[at..at + (1 << 20)]);
+    };
+    let began = Instant::now();
+    (0..4).for_each(send);
+    for number in 4..count + 4 {
+        assert_eq!(nbd::reply(socket).1, 0);
+        if number < count {
+            send(number);
+        }
+    }
+    assert_eq!(nbd::simple(socket, nbd::FLUSH, 0, 0), 0);
+    count as f64 / began.elapsed().as_secs_f64()
+}
+
+/// Puts 512 MiB in objects of 8 MiB. Returns MiB per second.
+fn puts(directory: &Path) -> f64 {
+    fs::create_dir(directory).unwrap();
+    let (store, data) = (Arc::new(Directory::open(directory, 1).unwrap()), Arc::new(noise()));
+    let began = Instant::now();
+    let writers: Vec<_> = (0..4)
+        .map(|writer| {
+            let (store, data) = (Arc::clone(&store), Arc::clone(&data));
+            std::thread::spawn(move || {
+                for number in 0..16 {
+                    let name = format!("log/{:016x}/{number:016x}", writer + 1);
+                    assert!(block_on(store.create(&name, &data)).is_ok());
+                }
+            })
+        })
+        .collect();
+    writers.into_iter().for_each(|writer| writer.join().unwrap());
+    let rate = 512.0 / began.elapsed().as_secs_f64();
+    fs::remove_dir_all(directory).unwrap();
+    rate
+}
+
+/// Starts a worker process with a volume. Returns it with its socket and its tail file.
+fn start(uri: &str, has_tail: bool) -> (Worker, Vec<UnixStream>, File) {
     let tail_bytes = if has_tail { REGISTRY.volume(uri).unwrap().spec().tail_bytes() } else { 0 };
     let mut worker = Worker::launch();
     let start = Start { tail_bytes, ..start_message(uri) };
@@ -105,6 +178,12 @@ fn worker(uri: &str, has_tail: bool, depth: u64) -> String {
     worker.send_start_with(&start, &descriptors);
     assert!(matches!(worker.receive(), FromWorker::Ready(_)));
     let sockets = worker.serve(1);
+    (worker, sockets, tail)
+}
+
+/// Loads a worker process.
+fn worker(uri: &str, has_tail: bool, depth: u64) -> String {
+    let (_worker, sockets, _tail) = start(uri, has_tail);
     load(&sockets[0], depth)
 }
 
