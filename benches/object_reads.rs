@@ -36,8 +36,9 @@ const BLOCK: u64 = 4096;
 const SIZE: u64 = 512 * MIB;
 const DEPTH: u64 = 32;
 const SECONDS: u64 = 5;
-/// The files of the cache: 1 GiB.
+/// The files of the cache, and the length of each: 1 GiB.
 const CACHE_FILES: usize = 32;
+const CACHE_FILE_BYTES: u64 = 32 * MIB;
 
 fn main() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -66,7 +67,11 @@ fn main() {
 
 fn start(uri: &str, cache: &[File]) -> (Worker, Vec<UnixStream>) {
     let mut worker = Worker::launch();
-    let start = Start { cache_files: cache.len(), ..start_message(uri) };
+    let start = Start {
+        cache_files: cache.len(),
+        cache_file_bytes: CACHE_FILE_BYTES,
+        ..start_message(uri)
+    };
     let descriptors: Vec<_> = cache.iter().map(AsFd::as_fd).collect();
     worker.send_start_with(&start, &descriptors);
     let answer = worker.receive();

@@ -53,8 +53,8 @@ pub use registry::{Registry, Unavailable};
 pub use secret::Credentials;
 pub use spec::store;
 pub use spec::{
-    Backend, CACHE_FILE_BYTES, Confinement, MAX_CACHE_FILES, Nested, Network, OpenOptions,
-    StoreParser, StoreSpec, Stored, VisibleSize, VolumeSpec,
+    Backend, CacheFiles, CacheUse, Confinement, MAX_CACHE_FILE_BYTES, MAX_CACHE_FILES, Nested,
+    Network, OpenOptions, StoreParser, StoreSpec, Stored, VisibleSize, VolumeSpec,
 };
 pub use waker::Waker;
 

@@ -150,9 +150,9 @@ pub trait VolumeSpec: fmt::Debug + Send + Sync {
         0
     }
 
-    /// Returns whether the volume can keep data that it has read in a local cache ([`OpenOptions::cache_files`]).
-    fn uses_cache(&self) -> bool {
-        false
+    /// Returns the local cache in which the volume can keep data that it has read ([`OpenOptions::cache`]).
+    fn cache(&self) -> CacheUse {
+        CacheUse::None
     }
 
     /// Returns what a user of this machine should know before the volume is opened.
@@ -297,17 +297,37 @@ pub struct OpenOptions {
     /// A file of [`VolumeSpec::tail_bytes`] that only the processes of this mapping use, one after the other. Without
     /// it, the volume acknowledges no write before it is durable. It was empty for the first process.
     pub tail_file: Option<Arc<OwnedFd>>,
-    /// Files of at most [`CACHE_FILE_BYTES`] for a cache, which only the processes of this mapping use. They may have
-    /// what an earlier process has written, or anything else. Without files there is no cache.
-    pub cache_files: Vec<Arc<OwnedFd>>,
+    /// The cache of [`VolumeSpec::cache`].
+    pub cache: CacheFiles,
 }
 
-/// The maximum length of a file of a cache, in bytes: that of a tail file, because one limit holds for all files that a
-/// worker writes.
-pub const CACHE_FILE_BYTES: u64 = 32 << 20;
+/// The local cache that a volume can use.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum CacheUse {
+    /// None.
+    None,
+    /// One of its own.
+    Own,
+    /// One that all volumes of this text share. Their processes can read and change each other's data in the storage,
+    /// so they may do that in a cache.
+    Shared(String),
+}
+
+/// The files of a cache. They may have what this process or another one has written, or anything else, and they may
+/// change at any moment. Without files there is no cache.
+#[derive(Debug, Clone, Default)]
+pub struct CacheFiles {
+    /// At most [`MAX_CACHE_FILES`].
+    pub files: Vec<Arc<OwnedFd>>,
+    /// The maximum length of each in bytes. All processes that share a cache have the same one.
+    pub file_bytes: u64,
+}
 
 /// The maximum number of files of a cache: a message to a worker has descriptors for them.
 pub const MAX_CACHE_FILES: usize = 64;
+
+/// The maximum length of a file of a cache, in bytes.
+pub const MAX_CACHE_FILE_BYTES: u64 = 1 << 30;
 
 /// When a process that serves a volume can give up its access to the system, and which access it keeps.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -298,6 +298,11 @@ impl Config {
         self.socket.clone().unwrap_or_else(|| self.runtime_dir.join("cleat.sock"))
     }
 
+    /// Returns the directory of the control sockets of workers.
+    pub(crate) fn workers_dir(&self) -> PathBuf {
+        self.runtime_dir.join("workers")
+    }
+
     /// Returns the format and the filter of the log.
     pub fn log(&self) -> Log {
         Log { format: self.log.format, filter: self.log.level.clone() }
@@ -366,8 +371,8 @@ impl Config {
         if !(1..=65536).contains(&self.limits.mappings) {
             return invalid("limits.mappings", "must be 1 to 65536".to_owned());
         }
-        if let Err(why) = self.cache.check() {
-            return invalid("cache.volume_bytes", why);
+        if let Err((key, why)) = self.cache.check() {
+            return invalid(key, why);
         }
         if let Err(why) = self.metrics.check() {
             return invalid("metrics.listen", why);
@@ -466,6 +471,7 @@ mod tests {
             "upgrade_at_start",
             "directory",
             "volume_bytes",
+            "bucket_bytes",
             "listen",
             "socket_mode",
             "allow_remote",
@@ -499,7 +505,8 @@ mod tests {
             ("[map]\nbps = \"fast\"", "\"fast\" is not a size"),
             ("[map]\nbusy_poll = \"on\"", "auto"),
             ("[limits]\nmappings = 0", "limits.mappings must be 1 to 65536"),
-            ("[cache]\nvolume_bytes = \"3G\"", "cache.volume_bytes must be 32M to 2G"),
+            ("[cache]\nvolume_bytes = \"1M\"", "cache.volume_bytes must be 32M to 64G"),
+            ("[cache]\nbucket_bytes = \"65G\"", "cache.bucket_bytes must be 32M to 64G"),
             ("[cache]\ndirectory = \"c\"", "cache.directory must be an absolute path"),
             ("[workers]\nusers = \"0-100\"", "2100000000"),
             ("[workers]\nallow_missing = [\"all\"]", "empty-root"),

@@ -7,7 +7,7 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::context::Context;
 use crate::planner::{DeviceProperties, READ_ONLY, Record};
-use cleat_backend::{MAX_CACHE_FILES, VolumeIdentity};
+use cleat_backend::VolumeIdentity;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_worker_protocol::protocol::{ProtocolVersions, Ready, Start};
 
@@ -27,7 +27,7 @@ pub(crate) async fn start_permit(cx: &Context, deadline: Instant) -> Result<Sema
     permit.map_err(|_| Error::new(ErrorKind::Unavailable, "the daemon is shutting down"))
 }
 
-/// Returns the first message to a worker, without credentials. `workers` sets its `log` field.
+/// Returns the first message to a worker, without credentials. `workers` sets its fields about the log and the cache.
 pub(crate) fn start_message(cx: &Context, record: &Record, successor: bool) -> Start {
     Start {
         versions: ProtocolVersions::of_this_build(),
@@ -52,7 +52,8 @@ pub(crate) fn start_message(cx: &Context, record: &Record, successor: bool) -> S
         credentials: Vec::new(),
         grant: record.grant,
         tail_bytes: tail_bytes(cx, record),
-        cache_files: cache_files(cx, record),
+        cache_files: 0,
+        cache_file_bytes: 0,
     }
 }
 
@@ -62,15 +63,6 @@ fn tail_bytes(cx: &Context, record: &Record) -> u64 {
     match record.options.read_only {
         true => 0,
         false => volume.map_or(0, |volume| volume.spec().tail_bytes()),
-    }
-}
-
-/// Returns how many files of a cache the worker of a mapping can use.
-fn cache_files(cx: &Context, record: &Record) -> usize {
-    let volume = cx.registry.volume(&record.uri);
-    match volume.is_ok_and(|volume| volume.spec().uses_cache()) {
-        true => MAX_CACHE_FILES,
-        false => 0,
     }
 }
 

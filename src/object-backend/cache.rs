@@ -1,45 +1,35 @@
-//! The cache of extents in files, which the supervisor passes to the worker.
+//! The cache of extents in files, which the supervisor passes to the worker. Workers of several volumes may have the same
+//! files.
 //!
-//! The files are filled one after the other, and then again from the first one on. Each has a table of what is in it,
-//! so the cache survives the process:
+//! A file consists of [sets](set). The key of an extent says in which set it is, so no process remembers what is in the
+//! cache, and each finds what the others have written, also before a restart.
 //!
-//! ```text
-//! 0       table: one entry of 64 bytes for each extent
-//! 516096  extents, each at a multiple of 512 bytes
-//! ```
-//!
-//! Nothing is synchronized, and nothing that a file says is trusted: the engine verifies what it gets from here. So the
-//! files may be truncated, damaged or removed at any moment, and their disk may be full.
+//! Nothing is locked or synchronized, and nothing that a file says is trusted: the engine verifies what it gets from here.
+//! If two processes write to a set at the same time, one of the extents can be lost or have wrong bytes; it is read from
+//! the store then. The files may be truncated, damaged or removed at any moment, and their disk may be full.
 
-mod table;
+mod set;
 
-use std::collections::HashMap;
 use std::fs::File;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{self, IoSliceMut};
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cleat_backend::{CACHE_FILE_BYTES, MAX_CACHE_FILES};
+use cleat_backend::{CacheFiles, MAX_CACHE_FILES};
 use cleat_core::error::{Error, Result};
 use cleat_object::cache::{Cache, Key};
 use cleat_object::store::Pending;
 use cleat_object::store::pool::{Lane, Pool};
 use rustix::io::ReadWriteFlags;
 
-use table::{BLOCK_BYTES, DATA_AT, ENTRIES, ENTRY_BYTES, Entry};
+use set::{SET_BYTES, TABLE_BYTES};
 
 /// The data that waits to be written, in bytes. More is not kept.
 const MAX_QUEUED_BYTES: usize = 8 << 20;
 
 /// The threads that read what is not in the memory of the kernel.
 const READERS: usize = 4;
-
-/// The blocks of a file.
-#[allow(clippy::cast_possible_truncation, reason = "a file has 65,536 blocks")]
-const FILE_BLOCKS: u32 = (CACHE_FILE_BYTES / BLOCK_BYTES) as u32;
 
 /// A cache.
 pub(crate) struct FileCache {
@@ -50,27 +40,16 @@ pub(crate) struct FileCache {
 /// What the threads share.
 struct Files {
     files: Vec<File>,
-    state: Mutex<State>,
+    /// The sets of each file; not 0.
+    sets: u64,
     queued_bytes: AtomicUsize,
 }
 
-struct State {
-    /// The block of each extent, over all files, by a hash of its key: 17 bytes for each extent. A collision costs a
-    /// read of the store.
-    index: HashMap<u64, u32>,
-    /// Where the next extent goes. `None` until the tables were read.
-    head: Option<Head>,
-}
-
-/// The end of what is written.
-#[derive(Debug, Clone, Copy)]
-struct Head {
-    file: usize,
-    /// The round of the file: each time a file is begun, it gets a greater number.
-    round: u64,
-    /// The next entry of the table, and the next block of the file.
-    entry: usize,
-    block: u32,
+/// What can be said without waiting for the disk.
+enum AtOnce {
+    Is(Option<Vec<u8>>),
+    /// The disk must be read.
+    Unknown,
 }
 
 impl FileCache {
@@ -78,33 +57,26 @@ impl FileCache {
     ///
     /// # Errors
     /// Returns an error if the process has no descriptor left, or if no thread can be started.
-    pub(crate) fn open(files: &[Arc<OwnedFd>]) -> Result<Self> {
-        let files = files.iter().take(MAX_CACHE_FILES);
+    pub(crate) fn open(cache: &CacheFiles) -> Result<Self> {
+        let files = cache.files.iter().take(MAX_CACHE_FILES);
         let files: io::Result<Vec<File>> =
             files.map(|file| file.try_clone().map(File::from)).collect();
         let files = files.map_err(|error| Error::from_io("the files of the cache", error))?;
-        let index = HashMap::with_capacity(files.len() * ENTRIES);
-        let state = Mutex::new(State { index, head: None });
-        let files = Arc::new(Files { files, state, queued_bytes: AtomicUsize::new(0) });
+        let sets = (cache.file_bytes / SET_BYTES).max(1);
+        let files = Arc::new(Files { files, sets, queued_bytes: AtomicUsize::new(0) });
         let pool = Pool::start("cache", READERS, 1)
             .map_err(|error| Error::from_io("cannot start the threads of the cache", error))?;
-        let loading = Arc::clone(&files);
-        drop(pool.run(Lane::Change, move || loading.load()));
         Ok(Self { files, pool })
     }
 }
 
 impl Cache for FileCache {
     fn get(&self, key: Key) -> Pending<'_, Option<Vec<u8>>> {
-        let Some(block) = self.files.lock().index.get(&hash(&key)).copied() else {
-            return Box::pin(std::future::ready(None));
-        };
-        let length = key.length as usize;
-        if let Some(bytes) = self.files.read_at_once(block, length) {
-            return Box::pin(std::future::ready(Some(bytes)));
+        if let AtOnce::Is(bytes) = self.files.read_at_once(&key) {
+            return Box::pin(std::future::ready(bytes));
         }
         let files = Arc::clone(&self.files);
-        self.pool.run(Lane::Read, move || files.read(block, length))
+        self.pool.run(Lane::Read, move || files.read(&key).ok().flatten())
     }
 
     fn put(&self, key: Key, bytes: &[u8]) {
@@ -123,108 +95,87 @@ impl Cache for FileCache {
 }
 
 impl Files {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Reads an extent if the kernel has it in memory.
-    fn read_at_once(&self, block: u32, length: usize) -> Option<Vec<u8>> {
-        let (file, offset) = self.place(block)?;
-        let mut bytes = vec![0; length];
-        let mut buffers = [IoSliceMut::new(&mut bytes)];
-        let read = rustix::io::preadv2(file, &mut buffers, offset, ReadWriteFlags::NOWAIT);
-        read.is_ok_and(|read| read == length).then_some(bytes)
-    }
-
-    fn read(&self, block: u32, length: usize) -> Option<Vec<u8>> {
-        let (file, offset) = self.place(block)?;
-        let mut bytes = vec![0; length];
-        file.read_exact_at(&mut bytes, offset).ok()?;
-        Some(bytes)
-    }
-
-    fn place(&self, block: u32) -> Option<(&File, u64)> {
-        let file = self.files.get((block / FILE_BLOCKS) as usize)?;
-        Some((file, u64::from(block % FILE_BLOCKS) * BLOCK_BYTES))
-    }
-
-    /// Reads the tables of all files. Runs on the thread that writes, before it writes anything.
-    fn load(&self) {
-        let tables = self.files.iter().map(table::read);
-        let mut tables: Vec<(usize, Vec<Entry>)> = tables.enumerate().collect();
-        tables.sort_by_key(|(_, entries)| entries.first().map_or(0, |entry| entry.round));
-        let mut head = Head { file: 0, round: 1, entry: 0, block: first_block() };
-        let mut index = Vec::new();
-        for (file, entries) in tables {
-            for (number, entry) in entries.iter().enumerate() {
-                let block = block_of(file, entry.block);
-                index.push((hash(&entry.key), block));
-                let (round, entry_at) = (entry.round, number + 1);
-                head = Head { file, round, entry: entry_at, block: entry.end() };
-            }
+    fn read_at_once(&self, key: &Key) -> AtOnce {
+        let (file, begin) = self.set_of(key);
+        let mut table = [0; TABLE_BYTES];
+        let read = |buffer: &mut [u8], at: u64| {
+            rustix::io::preadv2(file, &mut [IoSliceMut::new(buffer)], at, ReadWriteFlags::NOWAIT)
+        };
+        match read(&mut table, begin) {
+            // The file ends before the set.
+            Ok(0) => return AtOnce::Is(None),
+            Ok(TABLE_BYTES) => {}
+            _ => return AtOnce::Unknown,
         }
-        let mut state = self.lock();
-        state.index.extend(index);
-        state.head = Some(head);
+        let Some(entry) = set::find(&table, key) else { return AtOnce::Is(None) };
+        let mut bytes = vec![0; key.length as usize];
+        match read(&mut bytes, begin + entry.at()) {
+            Ok(read) if read == bytes.len() => AtOnce::Is(Some(bytes)),
+            _ => AtOnce::Unknown,
+        }
     }
 
-    /// Writes an extent behind the last one. Runs on one thread.
+    fn read(&self, key: &Key) -> io::Result<Option<Vec<u8>>> {
+        let (file, begin) = self.set_of(key);
+        let table = table(file, begin)?;
+        let Some(entry) = set::find(&table, key) else { return Ok(None) };
+        let mut bytes = vec![0; key.length as usize];
+        file.read_exact_at(&mut bytes, begin + entry.at())?;
+        Ok(Some(bytes))
+    }
+
+    /// Writes an extent, and then its entry. Runs on one thread.
     fn write(&self, key: Key, bytes: &[u8]) -> io::Result<()> {
-        let Some(mut head) = self.lock().head else { return Ok(()) };
-        let blocks = table::blocks(key.length);
-        if blocks > FILE_BLOCKS - first_block() {
+        // Another worker has written it meanwhile. If its bytes are damaged, they are replaced.
+        if self.read(&key).is_ok_and(|found| found.as_deref() == Some(bytes)) {
             return Ok(());
         }
-        if head.entry == ENTRIES || head.block + blocks > FILE_BLOCKS {
-            head.file = (head.file + 1) % self.files.len();
-            (head.round, head.entry, head.block) = (head.round + 1, 0, first_block());
-            self.forget(head.file);
-            self.lock().head = Some(head);
-        }
-        let file = &self.files[head.file];
-        let entry = Entry { round: head.round, key, block: head.block };
-        file.write_all_at(bytes, u64::from(head.block) * BLOCK_BYTES)?;
-        file.write_all_at(&entry.encode(), (head.entry * ENTRY_BYTES) as u64)?;
-        (head.entry, head.block) = (head.entry + 1, entry.end());
-        let mut state = self.lock();
-        state.index.insert(hash(&key), block_of(head.file, entry.block));
-        state.head = Some(head);
-        Ok(())
+        let (file, begin) = self.set_of(&key);
+        let Some(slot) = set::next(&table(file, begin)?, key) else { return Ok(()) };
+        file.write_all_at(bytes, begin + slot.entry.at())?;
+        file.write_all_at(&slot.entry.encode(), begin + slot.entry_at)
     }
 
-    /// Removes what a file has from the index, because the file is written again. What its table does not name any more
-    /// leads to other bytes, which the engine refuses.
-    fn forget(&self, file: usize) {
-        let entries = table::read(&self.files[file]);
-        let mut state = self.lock();
-        for entry in entries {
-            let hash = hash(&entry.key);
-            if state.index.get(&hash).is_some_and(|block| (block / FILE_BLOCKS) as usize == file) {
-                state.index.remove(&hash);
-            }
-        }
+    /// Returns the file with the set of an extent, and the position of the set in it.
+    fn set_of(&self, key: &Key) -> (&File, u64) {
+        let hash = hash(key);
+        let files = self.files.len() as u64;
+        let file = usize::try_from(hash % files).unwrap_or_default();
+        (&self.files[file], hash / files % self.sets * SET_BYTES)
     }
 }
 
-/// The first block behind the table.
-#[allow(clippy::cast_possible_truncation, reason = "a file has 65,536 blocks")]
-const fn first_block() -> u32 {
-    (DATA_AT / BLOCK_BYTES) as u32
+/// Reads a table. What is behind the end of the file is zero.
+fn table(file: &File, begin: u64) -> io::Result<[u8; TABLE_BYTES]> {
+    let mut table = [0; TABLE_BYTES];
+    let mut length = 0;
+    while length < TABLE_BYTES {
+        match file.read_at(&mut table[length..], begin + length as u64)? {
+            0 => break,
+            read => length += read,
+        }
+    }
+    Ok(table)
 }
 
-/// A block of a file as a block over all files.
-fn block_of(file: usize, block: u32) -> u32 {
-    u32::try_from(file).unwrap_or(u32::MAX) * FILE_BLOCKS + block
-}
-
+/// Returns a number that is the same in every build, because a cache outlives them (FNV-1a, and the last step of
+/// SplitMix64, which spreads the bits).
 fn hash(key: &Key) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    key.hash(&mut hasher);
-    hasher.finish()
+    let numbers = [key.object.epoch, key.object.slot, u64::from(key.at), u64::from(key.length)];
+    let bytes = key.volume.0.into_iter().chain(numbers.into_iter().flat_map(u64::to_le_bytes));
+    let mixed = bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    let mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed ^ (mixed >> 31)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::OwnedFd;
+    use std::os::unix::fs::MetadataExt;
+    use std::path::Path;
     use std::time::Duration;
 
     use cleat_object::name::{Position, VolumeId};
@@ -244,11 +195,12 @@ mod tests {
         number.to_le_bytes().repeat(LENGTH as usize / 8)
     }
 
-    fn files(directory: &std::path::Path, count: usize) -> Vec<Arc<OwnedFd>> {
+    fn files(directory: &Path, count: usize, sets: u64) -> CacheFiles {
         let mut options = File::options();
         options.read(true).write(true).create(true).truncate(false);
         let open = |number: usize| options.open(directory.join(number.to_string())).unwrap();
-        (0..count).map(|number| Arc::new(open(number).into())).collect()
+        let files = (0..count).map(|number| Arc::new(OwnedFd::from(open(number)))).collect();
+        CacheFiles { files, file_bytes: sets * SET_BYTES }
     }
 
     impl FileCache {
@@ -268,74 +220,100 @@ mod tests {
                 self.settle();
             }
         }
+
+        /// Which of `numbers` it has. They must have their bytes.
+        fn kept(&self, numbers: std::ops::Range<u64>) -> Vec<u64> {
+            let has = |number: &u64| {
+                let found = self.read(*number);
+                assert!(found.is_none() || found == Some(bytes(*number)), "{number}");
+                found.is_some()
+            };
+            numbers.filter(has).collect()
+        }
     }
 
     #[test]
-    fn extents_survive_the_process_and_the_oldest_ones_are_overwritten() {
+    fn extents_survive_the_process_and_other_processes_find_them() {
         let directory = tempfile::tempdir().unwrap();
-        let files = files(directory.path(), 2);
-        let cache = FileCache::open(&files).unwrap();
-        assert_eq!(cache.read(0), None);
-        cache.fill(0..700);
-        assert_eq!(cache.read(0), Some(bytes(0)));
-        assert_eq!(cache.read(699), Some(bytes(699)));
-        drop(cache);
-        // One file has 504 extents of 64 KiB.
-        let cache = FileCache::open(&files).unwrap();
-        cache.settle();
-        assert_eq!(cache.read(0), Some(bytes(0)));
-        assert_eq!(cache.read(699), Some(bytes(699)));
-        cache.fill(700..1100);
-        assert_eq!(
-            (cache.read(0), cache.read(503)),
-            (None, None),
-            "the first file is written again"
-        );
-        for number in [504, 699, 700, 1099] {
-            assert_eq!(cache.read(number), Some(bytes(number)), "{number}");
+        let files = files(directory.path(), 4, 16);
+        let (one, other) = (FileCache::open(&files).unwrap(), FileCache::open(&files).unwrap());
+        assert_eq!(other.read(0), None);
+        one.fill(0..50);
+        assert_eq!(other.kept(0..50).len(), 50);
+        let space = || std::fs::metadata(directory.path().join("0")).unwrap().blocks();
+        let before = space();
+        other.fill(0..50);
+        assert_eq!(space(), before, "what is there is not written again");
+        other.fill(50..100);
+        assert_eq!(one.kept(0..100).len(), 100);
+        drop((one, other));
+        assert_eq!(FileCache::open(&files).unwrap().kept(0..100).len(), 100);
+    }
+
+    #[test]
+    fn the_oldest_extents_are_overwritten_and_the_files_keep_their_length() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = FileCache::open(&files(directory.path(), 2, 2)).unwrap();
+        cache.fill(0..1000);
+        // Seven fit in each of the four sets.
+        assert_eq!(cache.kept(0..1000).len(), 28);
+        assert!(cache.kept(0..900).is_empty());
+        for file in std::fs::read_dir(directory.path()).unwrap() {
+            assert!(file.unwrap().metadata().unwrap().len() <= 2 * SET_BYTES);
         }
-        drop(cache);
+    }
+
+    #[test]
+    fn several_processes_write_to_one_set_at_the_same_time() {
+        let directory = tempfile::tempdir().unwrap();
+        let files = files(directory.path(), 1, 1);
+        std::thread::scope(|scope| {
+            for first in [0, 1000, 2000] {
+                let cache = FileCache::open(&files).unwrap();
+                scope.spawn(move || {
+                    for number in first..first + 300 {
+                        cache.put(key(number), &bytes(number));
+                        cache.read(number);
+                    }
+                    cache.settle();
+                });
+            }
+        });
         let cache = FileCache::open(&files).unwrap();
-        cache.settle();
-        for number in [504, 1007, 1008, 1099] {
-            assert_eq!(cache.read(number), Some(bytes(number)), "{number}");
-        }
-        assert_eq!(cache.read(503), None);
-        let lengths = std::fs::read_dir(directory.path()).unwrap();
-        for file in lengths {
-            assert!(file.unwrap().metadata().unwrap().len() <= CACHE_FILE_BYTES);
-        }
+        cache.fill(5000..5007);
+        assert_eq!(cache.kept(5000..5007).len(), 7);
     }
 
     #[test]
     fn files_may_lose_anything_at_any_moment() {
         let directory = tempfile::tempdir().unwrap();
-        let files = files(directory.path(), 1);
+        let files = files(directory.path(), 1, 1);
         let cache = FileCache::open(&files).unwrap();
-        cache.fill(0..20);
+        cache.fill(0..7);
         let file = File::options().write(true).open(directory.path().join("0")).unwrap();
-        file.set_len(DATA_AT + 10 * u64::from(LENGTH)).unwrap();
-        assert_eq!((cache.read(5), cache.read(15)), (Some(bytes(5)), None));
-        // An entry of the table is damaged: the ones behind it are lost with it.
-        file.write_all_at(&[0xff], 3 * ENTRY_BYTES as u64 + 20).unwrap();
-        let again = FileCache::open(&files).unwrap();
-        again.settle();
-        assert_eq!((again.read(2), again.read(3), again.read(5)), (Some(bytes(2)), None, None));
-        again.fill(3..4);
-        assert_eq!(again.read(3), Some(bytes(3)));
+        file.set_len(TABLE_BYTES as u64 + 4 * u64::from(LENGTH)).unwrap();
+        assert_eq!(cache.kept(0..7), [0, 1, 2, 3]);
+        // The entry of the second one is damaged.
+        file.write_all_at(&[0xff], 64 + 20).unwrap();
+        assert_eq!(cache.kept(0..7), [0, 2, 3]);
+        cache.fill(1..2);
+        assert_eq!(cache.read(1), Some(bytes(1)));
+        // Damaged bytes are replaced when the store was read.
+        file.write_all_at(&[0xff], TABLE_BYTES as u64 + 2 * u64::from(LENGTH)).unwrap();
+        assert_ne!(cache.read(2), Some(bytes(2)));
+        cache.fill(2..3);
+        assert_eq!(cache.read(2), Some(bytes(2)));
         file.set_len(0).unwrap();
-        assert_eq!(again.read(2), None);
-        let empty = FileCache::open(&files).unwrap();
-        empty.settle();
-        assert_eq!(empty.read(2), None);
-        empty.fill(2..3);
-        assert_eq!(empty.read(2), Some(bytes(2)));
+        assert_eq!(cache.read(2), None);
+        cache.fill(2..3);
+        assert_eq!(cache.read(2), Some(bytes(2)));
     }
 
     #[test]
     fn a_disk_that_is_full_keeps_nothing() {
         let full = File::options().read(true).write(true).open("/dev/full").unwrap();
-        let cache = FileCache::open(&[Arc::new(full.into())]).unwrap();
+        let files = CacheFiles { files: vec![Arc::new(full.into())], file_bytes: SET_BYTES };
+        let cache = FileCache::open(&files).unwrap();
         cache.fill(0..3);
         assert_eq!(cache.read(0), None);
         assert_eq!(cache.files.queued_bytes.load(Ordering::Relaxed), 0);

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use cleat_backend::uri::{Options, Size, invalid};
-use cleat_backend::{CredentialFile, CredentialSet};
+use cleat_backend::{CacheUse, CredentialFile, CredentialSet};
 use cleat_core::error::Result;
 use cleat_object::encryption::{KeyFile, MIN_KEY_FILE_BYTES};
 
@@ -91,6 +91,15 @@ impl Home {
         match self {
             Self::Directory(local) => local.collect_rate,
             Self::Bucket(bucket) => bucket.collect_rate,
+        }
+    }
+
+    /// The local cache of a volume. The workers of a bucket with the same credentials can change each other's objects
+    /// anyway; those of volumes in directories cannot.
+    pub(crate) fn cache(&self) -> CacheUse {
+        match self {
+            Self::Directory(_) => CacheUse::Own,
+            Self::Bucket(bucket) => CacheUse::Shared(bucket.trust()),
         }
     }
 

@@ -131,9 +131,9 @@ impl ObjectImage {
         let found = parents::find(&*connection, dynamic, nonce()?, key.as_ref());
         let place = wait(&name, after(CALL_TIMEOUT), found)?;
         place.check_key().map_err(|failure| failed(&name, failure))?;
-        let cache: Option<Arc<dyn Cache>> = match options.cache_files.as_slice() {
-            [] => None,
-            files => Some(Arc::new(FileCache::open(files)?)),
+        let cache: Option<Arc<dyn Cache>> = match options.cache.files.is_empty() {
+            true => None,
+            false => Some(Arc::new(FileCache::open(&options.cache)?)),
         };
         let place = with_cache(place, cache.as_ref());
         let snapshot = match &spec.snapshot {

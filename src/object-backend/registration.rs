@@ -8,8 +8,8 @@ use cleat_backend::fence::Fence;
 use cleat_backend::store::Store;
 use cleat_backend::uri::{Options, invalid};
 use cleat_backend::{
-    Backend, Confinement, CredentialFile, CredentialSet, HandoverFiles, Image, Nested, OpenOptions,
-    StoreParser, StoreSpec, Stored, VolumeSpec,
+    Backend, CacheUse, Confinement, CredentialFile, CredentialSet, HandoverFiles, Image, Nested,
+    OpenOptions, StoreParser, StoreSpec, Stored, VolumeSpec,
 };
 use cleat_core::error::Result;
 use cleat_grants::storage::Fencing;
@@ -131,8 +131,8 @@ impl VolumeSpec for VolumeAt {
         TAIL_BYTES
     }
 
-    fn uses_cache(&self) -> bool {
-        true
+    fn cache(&self) -> CacheUse {
+        self.home.cache()
     }
 
     fn fence(&self) -> Result<Option<Box<dyn Fence>>> {

@@ -204,9 +204,17 @@ pub struct Start {
     /// The length of the tail file in bytes, see `backend::OpenOptions`; 0 without one.
     #[serde(default)]
     pub tail_bytes: u64,
-    /// The number of files of the cache, see `backend::OpenOptions`.
+    /// The number of files of the cache, see `backend::CacheFiles`.
     #[serde(default)]
     pub cache_files: usize,
+    /// The maximum length of each of them in bytes.
+    #[serde(default = "earlier_cache_file_bytes")]
+    pub cache_file_bytes: u64,
+}
+
+/// Returns the length that files of a cache have for a supervisor that does not say it.
+fn earlier_cache_file_bytes() -> u64 {
+    32 << 20
 }
 
 /// Returns the number of connections for a supervisor that does not name one.

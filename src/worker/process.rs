@@ -34,8 +34,8 @@ use super::version::{ProtocolVersions, binary_id};
 use cleat_backend::claimant::{Claimant, ProcessMark};
 use cleat_backend::uri::{MAX_NAME, VolumeUri};
 use cleat_backend::{
-    CACHE_FILE_BYTES, Confinement, CredentialSet, HandoverFiles, Image, OpenOptions, Registry,
-    VolumeIdentity,
+    CacheFiles, Confinement, CredentialSet, HandoverFiles, Image, MAX_CACHE_FILE_BYTES,
+    OpenOptions, Registry, VolumeIdentity,
 };
 use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -140,7 +140,7 @@ fn start_session(
 ) -> Result<Session> {
     ProtocolVersions::of_this_build().common(&start.versions)?;
     check_names(&start.name, &start.mapping_id)?;
-    let Inherited { listener, page, tail_file, cache_files, credentials, handover } =
+    let Inherited { listener, page, tail_file, cache, credentials, handover } =
         inherited(&start, descriptors)?;
     // Before the confinement, because it may open a socket.
     start.log.parse::<Log>()?.init()?;
@@ -148,13 +148,13 @@ fn start_session(
     // Before the memory is locked, so that the libraries that it loads are locked, too.
     uri.spec().prepare()?;
     prepare_process(&start.name);
-    if tail_file.is_some() || !cache_files.is_empty() {
-        limit_files(start.tail_bytes.max(CACHE_FILE_BYTES))?;
+    if tail_file.is_some() || !cache.files.is_empty() {
+        limit_files(start.tail_bytes.max(cache.file_bytes))?;
     }
     let binary = binary_id(Path::new("/proc/self/exe"));
     reserve(start.connections)?;
     let credentials = read_credentials(&uri, &start, credentials)?;
-    let options = OpenOptions { tail_file, cache_files, ..options(&start, credentials) };
+    let options = OpenOptions { tail_file, cache, ..options(&start, credentials) };
     let (image, report) = open_confined(&uri, options, handover, isolation)?;
     // Backends check this before they change anything. Here it is checked for every backend, and for the
     // files of a predecessor.
@@ -228,7 +228,7 @@ fn options(start: &Start, credentials: CredentialSet) -> OpenOptions {
         credentials,
         expected: start.expected.clone(),
         tail_file: None,
-        cache_files: Vec::new(),
+        cache: CacheFiles::default(),
     }
 }
 
@@ -280,7 +280,7 @@ struct Inherited {
     /// The tail file, if the supervisor passes one.
     tail_file: Option<Arc<OwnedFd>>,
     /// The files of the cache.
-    cache_files: Vec<Arc<OwnedFd>>,
+    cache: CacheFiles,
     /// The credential files.
     credentials: Vec<OwnedFd>,
     /// For a successor, the files of its predecessor.
@@ -321,7 +321,10 @@ fn inherited(start: &Start, descriptors: Vec<OwnedFd>) -> Result<Inherited> {
     if descriptors.len() < start.cache_files {
         return Err(invalid("start has fewer descriptors than files of the cache"));
     }
-    let cache_files = descriptors.by_ref().take(start.cache_files).map(Arc::new).collect();
+    let cache = CacheFiles {
+        files: descriptors.by_ref().take(start.cache_files).map(Arc::new).collect(),
+        file_bytes: start.cache_file_bytes.min(MAX_CACHE_FILE_BYTES),
+    };
     if descriptors.len() < start.credentials.len() {
         return Err(invalid("start has fewer descriptors than credential files"));
     }
@@ -349,7 +352,7 @@ fn inherited(start: &Start, descriptors: Vec<OwnedFd>) -> Result<Inherited> {
         page.take_over();
     }
     let tail_file = tail_file.map(Arc::new);
-    Ok(Inherited { listener, page, tail_file, cache_files, credentials, handover })
+    Ok(Inherited { listener, page, tail_file, cache, credentials, handover })
 }
 
 /// Limits the length of files that the process writes. The tail file is in the runtime directory of the supervisor, and

@@ -8,9 +8,9 @@ use std::process::Command;
 use std::sync::Arc;
 
 use cleat::backends::REGISTRY;
-use cleat_backend::OpenOptions;
 use cleat_backend::store::{Layout, Page, Removal, Source};
 use cleat_backend::uri::VolumeUri;
+use cleat_backend::{CacheFiles, OpenOptions};
 use librbd::{Cluster, Config, NewImage, Pool};
 use tempfile::TempDir;
 use test_kit::ceph::{BUCKET, Cluster as TestCluster, ID, POOL, shared};
@@ -114,8 +114,9 @@ impl Place {
     pub fn open_options(&self) -> OpenOptions {
         let count = if self.has_cache { 4 } else { 0 };
         let file = || OwnedFd::from(tempfile::tempfile_in(self.directory.path()).unwrap());
-        let cache_files = (0..count).map(|_| Arc::new(file())).collect();
-        OpenOptions { cache_files, ..OpenOptions::default() }
+        let files = (0..count).map(|_| Arc::new(file())).collect();
+        let cache = CacheFiles { files, file_bytes: 32 << 20 };
+        OpenOptions { cache, ..OpenOptions::default() }
     }
 
     /// Returns a source of clones in a directory of their own.

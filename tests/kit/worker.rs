@@ -56,6 +56,7 @@ pub fn start_message(uri: &str) -> Start {
         grant: 0,
         tail_bytes: 0,
         cache_files: 0,
+        cache_file_bytes: 0,
     }
 }
 

@@ -280,7 +280,7 @@ fn all_values() -> Value {
             "logLevel": "debug", "metricsPort": 9001, "maxUnavailable": "10%", "priorityClassName": "",
             "config": {
                 "map": { "connections": 2 }, "limits": { "mappings": 65_536 },
-                "cache": { "directory": "/var/lib/cleat/cache", "volume_bytes": "64M" },
+                "cache": { "directory": "/var/lib/cleat/cache", "volume_bytes": "64M", "bucket_bytes": "128M" },
             },
         },
         "remediation": { "enabled": true, "timeout": 20, "limit": 3, "dryRun": true },

@@ -100,8 +100,7 @@ impl Node {
     /// As [`run`].
     pub async fn start(config: &Config, parts: Parts) -> Result<Self> {
         create_private(&config.runtime_dir)?;
-        let workers_dir = config.runtime_dir.join("workers");
-        create_private(&workers_dir)?;
+        create_private(&config.workers_dir())?;
         let runtime_lock = lock(&config.runtime_dir.join("lock"))?;
         let records = Records::open(config, parts.disk)?;
         let listener = listen(&config.socket()).await?;
@@ -109,7 +108,6 @@ impl Node {
 
         let (work_queue, work_receiver) = mpsc::channel(4096);
         let (worker_events, worker_receiver) = mpsc::channel(1024);
-        let log = config.log().decided().to_string();
         let kernel = KernelCalls::new((parts.kernel)());
         let context = Arc::new(Context {
             registry: parts.registry,
@@ -117,7 +115,7 @@ impl Node {
             urgent: kernel.urgent(),
             force_disconnected: ForceDisconnected::default(),
             kernel,
-            workers: Workers::new(parts.launcher, workers_dir, &config.cache, log, worker_events),
+            workers: Workers::new(parts.launcher, parts.registry, config, worker_events),
             starts: Semaphore::new(MAX_CONCURRENT_STARTS),
             unlocks: Semaphore::new(unlock::MAX_CONCURRENT),
             credential_opens: Arc::new(Semaphore::new(credentials::MAX_CONCURRENT)),

@@ -17,15 +17,15 @@ mod tail_files;
 mod users;
 mod worker;
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use tokio::sync::mpsc;
 
 use crate::blocking::blocking;
-use crate::cache_config::CacheConfig;
+use crate::config::Config;
 use crate::planner::WorkerId;
 use cache_files::CacheFiles;
+use cleat_backend::Registry;
 use cleat_core::error::Result;
 use socket_owner::listener_of;
 use tail_files::TailFiles;
@@ -46,23 +46,23 @@ pub struct Workers {
     pub(crate) sockets: ControlSockets,
     tails: TailFiles,
     caches: CacheFiles,
+    registry: Registry,
     log: String,
     events: mpsc::Sender<WorkerEvent>,
 }
 
 impl Workers {
-    /// Creates the starter of workers. Their control sockets are in `directory`, `cache` says where the files of their
-    /// caches are, and `log` is their log setting.
+    /// Creates the starter of workers with volumes of `registry`.
     pub fn new(
         launcher: Arc<dyn Launcher>,
-        directory: PathBuf,
-        cache: &CacheConfig,
-        log: String,
+        registry: Registry,
+        config: &Config,
         events: mpsc::Sender<WorkerEvent>,
     ) -> Self {
+        let (directory, log) = (config.workers_dir(), config.log().decided().to_string());
         let tails = TailFiles::new(directory.clone());
-        let (sockets, caches) = (ControlSockets::new(directory), CacheFiles::new(cache));
-        Self { launcher, sockets, tails, caches, log, events }
+        let (sockets, caches) = (ControlSockets::new(directory), CacheFiles::new(&config.cache));
+        Self { launcher, sockets, tails, caches, registry, log, events }
     }
 
     /// Removes the control sockets, the tail file and the cache of a mapping that does not exist any more.

@@ -16,6 +16,7 @@ use super::worker::{Worker, channel_broke, exit_of, from_failure, unexpected, wo
 use crate::blocking::blocking;
 use crate::planner::WorkerId;
 use crate::worker_failures::StartFailure;
+use cleat_backend::CacheUse;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_statistics::Page;
 use cleat_worker_protocol::protocol::{FromWorker, Ready, Start, ToWorker};
@@ -149,11 +150,14 @@ impl Workers {
             if tail.is_none() {
                 start.tail_bytes = 0;
             }
-            let cache = self.caches.open(&start.mapping_id, start.cache_files);
-            start.cache_files = cache.len();
+            let volume = self.registry.volume(&start.uri);
+            let cache = volume.map_or(CacheUse::None, |volume| volume.spec().cache());
+            let cache = self.caches.open(&start.mapping_id, &cache);
+            start.cache_files = cache.files.len();
+            start.cache_file_bytes = cache.file_bytes;
             let mut descriptors = vec![listener, file];
             descriptors.extend(tail);
-            descriptors.extend(cache);
+            descriptors.extend(cache.files);
             descriptors.extend(more);
             link.send(&ToWorker::Start(Box::new(start)), &descriptors)
                 .await

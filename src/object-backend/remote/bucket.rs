@@ -245,6 +245,14 @@ impl Bucket {
         given.collect()
     }
 
+    /// Returns a text that is the same for all volumes of the bucket that are accessed with the same credentials.
+    pub(crate) fn trust(&self) -> String {
+        let own = Self { hedge: None, key_file: None, collect_rate: None, ..self.clone() };
+        let options = own.options().into_iter().map(|(key, value)| format!("&{key}={value}"));
+        let scheme = self.provider.scheme();
+        format!("{scheme}://{}?{}", self.bucket, options.collect::<String>())
+    }
+
     /// Returns a volume's name with its place, for messages.
     pub(crate) fn shown(&self, name: &str) -> String {
         format!("{}://{}/{}{name}", self.provider.scheme(), self.bucket, self.prefix)

@@ -59,6 +59,7 @@ fn start() -> Start {
         grant: 0,
         tail_bytes: 0,
         cache_files: 0,
+        cache_file_bytes: 0,
     }
 }
 

@@ -5,15 +5,17 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-use cleat_backend::CACHE_FILE_BYTES;
 use cleat_worker::protocol::{FromWorker, Start, ToWorker};
 use test_kit::nbd::kernel as nbd;
 use test_kit::wait;
-use test_kit::worker::Worker;
+use test_kit::worker::{Worker, start_message};
 
 use super::objects::{BLOCK, ObjectVolume, stamp};
 
 const BLOCKS: u64 = 64;
+
+/// The length of a file of the cache.
+const CACHE_FILE_BYTES: u64 = 32 << 20;
 
 fn files(directory: &Path, count: usize) -> Vec<File> {
     let mut options = File::options();
@@ -21,9 +23,13 @@ fn files(directory: &Path, count: usize) -> Vec<File> {
     (0..count).map(|number| options.open(directory.join(number.to_string())).unwrap()).collect()
 }
 
-fn start(volume: &ObjectVolume, files: &[File]) -> (Worker, Vec<UnixStream>) {
+fn start(uri: &str, files: &[File]) -> (Worker, Vec<UnixStream>) {
     let mut worker = Worker::launch();
-    let start = Start { cache_files: files.len(), ..volume.start() };
+    let start = Start {
+        cache_files: files.len(),
+        cache_file_bytes: CACHE_FILE_BYTES,
+        ..start_message(uri)
+    };
     let descriptors: Vec<_> = files.iter().map(AsFd::as_fd).collect();
     worker.send_start_with(&start, &descriptors);
     let answer = worker.receive();
@@ -51,20 +57,25 @@ fn can_read(socket: &UnixStream) -> bool {
     })
 }
 
+/// Writes all blocks.
+fn fill(volume: &ObjectVolume, files: &[File]) {
+    let (worker, sockets) = start(&volume.uri, files);
+    for number in 0..BLOCKS {
+        let data = stamp(1, number);
+        assert_eq!(nbd::write(&sockets[0], number * u64::from(BLOCK), &data), 0);
+    }
+    stop(worker);
+}
+
 /// The objects are removed from the store, so only the cache can have the data.
 #[test]
 fn a_cache_survives_the_worker_and_may_be_wiped() {
     let volume = ObjectVolume::in_directory();
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let files = files(directory.path(), 2);
-    let (worker, sockets) = start(&volume, &files);
-    for number in 0..BLOCKS {
-        let data = stamp(1, number);
-        assert_eq!(nbd::write(&sockets[0], number * u64::from(BLOCK), &data), 0);
-    }
-    stop(worker);
+    fill(&volume, &files);
     let objects = volume.objects();
-    let (worker, sockets) = start(&volume, &files);
+    let (worker, sockets) = start(&volume.uri, &files);
     wait::wait_until("the first checkpoint", || objects.join("ckpt").read_dir().is_ok());
     assert!(can_read(&sockets[0]));
     // A crash; what was read is in the files.
@@ -73,7 +84,7 @@ fn a_cache_survives_the_worker_and_may_be_wiped() {
     let log = objects.join("log").join(format!("{:016x}", 1));
     let saved = directory.path().join("saved");
     std::fs::rename(&log, &saved).unwrap();
-    let (worker, sockets) = start(&volume, &files);
+    let (worker, sockets) = start(&volume.uri, &files);
     assert!(can_read(&sockets[0]));
     // Wiped while it is in use.
     files.iter().for_each(|file| file.set_len(0).unwrap());
@@ -85,4 +96,27 @@ fn a_cache_survives_the_worker_and_may_be_wiped() {
     for file in &files {
         assert!(file.metadata().unwrap().len() <= CACHE_FILE_BYTES);
     }
+}
+
+/// Volumes of a bucket share the files. Here they are in a directory, so that the objects can be taken away.
+#[test]
+fn a_clone_finds_what_the_worker_of_its_parent_has_cached() {
+    let volume = ObjectVolume::in_directory();
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let files = files(directory.path(), 2);
+    fill(&volume, &files);
+    let clone = volume.make_clone();
+    let (parent, sockets) = start(&volume.uri, &files);
+    assert!(can_read(&sockets[0]));
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    let log = volume.objects().join("log").join(format!("{:016x}", 1));
+    let saved = directory.path().join("saved");
+    for (files, has_data) in [(&files[..], true), (&[], false)] {
+        let (worker, sockets) = start(&clone, files);
+        std::fs::rename(&log, &saved).unwrap();
+        assert_eq!(can_read(&sockets[0]), has_data, "{} files", files.len());
+        std::fs::rename(&saved, &log).unwrap();
+        stop(worker);
+    }
+    drop(parent);
 }

@@ -63,6 +63,18 @@ impl ObjectVolume {
         newest(&log.join(format!("{:016x}", newest(&log))))
     }
 
+    /// Makes a clone of a volume in a directory. Returns its URI.
+    pub(super) fn make_clone(&self) -> String {
+        let store = REGISTRY.store(self.uri.strip_suffix("/v").unwrap()).unwrap();
+        let connected = store.connect().unwrap();
+        let on = || |_, _| std::ops::ControlFlow::Continue(());
+        connected.snapshots().unwrap().create("v", "s", &mut on()).unwrap();
+        let source = Source { store: store.spec(), name: "v", snapshot: Some("s") };
+        let clones = connected.clones().unwrap();
+        assert!(clones.create_clone(&source, "clone", &Layout::default(), &mut on()).unwrap());
+        store.volume("clone", None).unwrap().to_string()
+    }
+
     /// Returns the directory of the objects, of a volume in a directory.
     pub(super) fn objects(&self) -> PathBuf {
         self.directory.path().join("v/objects")
@@ -125,14 +137,7 @@ fn a_clone_in_a_directory_is_served_by_a_confined_process() {
         worker.send(&ToWorker::Stop, &[]);
         assert!(worker.exit().success(), "{}", worker.log());
     }
-    let store = REGISTRY.store(volume.uri.strip_suffix("/v").unwrap()).unwrap();
-    let connected = store.connect().unwrap();
-    let on = || |_, _| std::ops::ControlFlow::Continue(());
-    connected.snapshots().unwrap().create("v", "s", &mut on()).unwrap();
-    let source = Source { store: store.spec(), name: "v", snapshot: Some("s") };
-    let clones = connected.clones().unwrap();
-    assert!(clones.create_clone(&source, "clone", &Layout::default(), &mut on()).unwrap());
-    let clone = store.volume("clone", None).unwrap().to_string();
+    let clone = volume.make_clone();
     let (_worker, sockets) = Worker::serving(&clone, 1);
     assert_eq!(nbd::read(&sockets[0], 0, BLOCK), [7; BLOCK as usize]);
     assert_eq!(nbd::write(&sockets[0], 0, &[8; BLOCK as usize]), 0);
