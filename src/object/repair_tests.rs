@@ -14,6 +14,7 @@ use crate::tests::{Memory, block_on, description, with_volume};
 use crate::volume::{Check, Config, Depth, Failure, Findings, Place, Repair, Volume};
 
 mod accounting;
+mod evicted;
 mod interrupted;
 mod proofs;
 

@@ -14,6 +14,10 @@ use crate::rules::{Rule, applies};
 /// The number of pages that are written at the same time.
 const PAGES_IN_FLIGHT: usize = 16;
 
+/// The number of changed map pages from which on a checkpoint is due. No slot is applied while it is written, and most of
+/// the pages may have to be read first.
+const MAX_CHANGED_PAGES: usize = 8192;
+
 /// What the state asks for.
 enum Step {
     Apply { number: u64, header_bytes: u32, records: Arc<[Record]> },
@@ -78,6 +82,7 @@ impl Shared {
         let (first, confirmed) = (state.tail.first, state.tail.confirmed);
         let is_due = state.checkpoints.wanted
             || state.checkpoints.new_slots >= self.config.checkpoint_slots
+            || state.map.changed_pages() >= MAX_CHANGED_PAGES
             || state.map.dirty_bytes() > self.config.map_bytes / 2;
         if state.checkpoints.new_slots > 0 && is_due {
             return Some(Step::Checkpoint(self.position(first - 1)));

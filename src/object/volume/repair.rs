@@ -15,6 +15,7 @@ use super::opening::{self, Gap, Kept};
 use super::place::Place;
 use super::shared::Shared;
 use super::sweep::Reach;
+use super::table::split;
 use super::tasks::{Part, race};
 use super::usage::Object;
 use super::{Config, Defect, Volume, WrongUsage};
@@ -188,12 +189,20 @@ impl Work {
     async fn carry_out(self) -> Result<(), Failure> {
         let shared = &*self.volume.0;
         shared.begin_epoch();
+        for (number, entries) in self.pages {
+            // The page of the index may be intact and only not in memory.
+            let index = split(number).0;
+            let found = shared.with_map(|state| state.map.index(index).map(drop)).await;
+            let index_is_lost = match found {
+                Ok(()) => false,
+                Err(failure) if is_defect(&failure) => true,
+                Err(failure) => return Err(failure),
+            };
+            shared.lock().map.restore(number, entries, index_is_lost);
+        }
         {
             let mut state = shared.lock();
             let now = shared.position(0);
-            for (number, entries) in self.pages {
-                state.map.restore(number, entries);
-            }
             for (at, object) in self.usage {
                 state.usage.correct(at, object, now);
             }

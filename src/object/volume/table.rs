@@ -20,6 +20,9 @@ use crate::map::{Page, Replacement};
 /// The memory of a page besides its entries, and that of changes besides their list, in bytes.
 const OVERHEAD_BYTES: usize = 128;
 
+/// The changes that are made again at most, when a page is loaded.
+const MAX_REPEATED: usize = 256;
+
 /// A page that must be loaded before the table can answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Missing {
@@ -70,7 +73,7 @@ struct Cached {
 struct Changes {
     /// The name of the page in the last checkpoint. `None`: it was empty.
     base: Option<PageId>,
-    /// The changes in their order. `None`: they are more than the page itself, which is not evicted.
+    /// The changes in their order. `None`: they are too many, and the page is not evicted.
     list: Option<Vec<Replacement>>,
     /// The memory of the list in bytes.
     bytes: usize,
@@ -150,6 +153,11 @@ impl Table {
     /// The memory in bytes that a checkpoint makes free.
     pub(super) fn dirty_bytes(&self) -> usize {
         self.list_bytes + self.whole_bytes + self.emptied.bytes()
+    }
+
+    /// The number of map pages that a checkpoint writes.
+    pub(super) fn changed_pages(&self) -> usize {
+        self.changes.len()
     }
 
     pub(super) fn root(&self) -> &[Option<PageId>] {
@@ -244,7 +252,7 @@ impl Table {
         list.extend(made);
         self.list_bytes -= changes.bytes;
         changes.bytes = OVERHEAD_BYTES + size_of_val(list.as_slice());
-        if changes.bytes > page_bytes {
+        if changes.bytes > page_bytes || list.len() > MAX_REPEATED {
             self.keep_whole(number);
         } else {
             self.list_bytes += changes.bytes;
@@ -365,11 +373,11 @@ impl Table {
         }
     }
 
-    /// Puts entries in place of a map page that cannot be read. If the page of the index above it cannot be read either,
-    /// it is taken for empty: all pages below it must be restored then.
-    pub(super) fn restore(&mut self, number: u64, entries: Vec<Entry>) {
-        let (index, _) = split(number);
-        if self.index(index).is_err() {
+    /// Puts entries in place of a map page that cannot be read. If the page of the index above it is lost, too, that is
+    /// taken for empty: all pages below it must be restored then.
+    pub(super) fn restore(&mut self, number: u64, entries: Vec<Entry>, index_is_lost: bool) {
+        if index_is_lost {
+            let (index, _) = split(number);
             self.root[usize::try_from(index).unwrap_or(usize::MAX)] = None;
         }
         self.forget_changes(number);
