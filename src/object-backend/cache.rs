@@ -159,11 +159,14 @@ fn table(file: &File, begin: u64) -> io::Result<[u8; TABLE_BYTES]> {
     Ok(table)
 }
 
-/// Returns a number that is the same in every build, because a cache outlives them (FNV-1a, and the last step of
-/// SplitMix64, which spreads the bits).
 fn hash(key: &Key) -> u64 {
     let numbers = [key.object.epoch, key.object.slot, u64::from(key.at), u64::from(key.length)];
-    let bytes = key.volume.0.into_iter().chain(numbers.into_iter().flat_map(u64::to_le_bytes));
+    hash_of(key.volume.0.into_iter().chain(numbers.into_iter().flat_map(u64::to_le_bytes)))
+}
+
+/// Returns a number that is the same in every build, because a cache outlives them (FNV-1a, and the last step of
+/// SplitMix64, which spreads the bits).
+pub(crate) fn hash_of(bytes: impl Iterator<Item = u8>) -> u64 {
     let mixed = bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
     });

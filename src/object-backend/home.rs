@@ -5,12 +5,12 @@ pub(crate) mod directory;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use cleat_backend::uri::{Options, Size, invalid};
+use cleat_backend::uri::{Options, invalid};
 use cleat_backend::{CacheUse, CredentialFile, CredentialSet};
 use cleat_core::error::Result;
 use cleat_object::encryption::{KeyFile, MIN_KEY_FILE_BYTES};
 
-use crate::collect_rate::COLLECT_RATE;
+use crate::collector::Collector;
 use crate::connection::{Access, Connection};
 use crate::naming::KEY_FILE;
 use crate::remote::{Bucket, Provider, RemoteHome, credential_file};
@@ -76,21 +76,19 @@ impl Home {
         match self {
             Self::Directory(local) => {
                 let path = |path: &PathBuf| path.to_string_lossy().into_owned();
-                let all = [
-                    (KEY_FILE, local.key_file.as_ref().map(path)),
-                    (COLLECT_RATE, local.collect_rate.map(|rate| Size(rate).to_string())),
-                ];
-                all.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect()
+                let all = [(KEY_FILE, local.key_file.as_ref().map(path))];
+                let all = all.into_iter().chain(local.collector.options());
+                all.filter_map(|(key, value)| Some((key.to_owned(), value?))).collect()
             }
             Self::Bucket(bucket) => bucket.options(),
         }
     }
 
-    /// The bytes per second that the collector of a volume copies at most; `None`: there is no limit.
-    pub(crate) fn collect_rate(&self) -> Option<u64> {
+    /// What the URI says about the collector of a volume.
+    pub(crate) fn collector(&self) -> Collector {
         match self {
-            Self::Directory(local) => local.collect_rate,
-            Self::Bucket(bucket) => bucket.collect_rate,
+            Self::Directory(local) => local.collector,
+            Self::Bucket(bucket) => bucket.collector,
         }
     }
 
@@ -181,7 +179,7 @@ impl Home {
             (Self::Directory(one), Self::Directory(other)) => {
                 let mut with = one.clone();
                 with.key_file = with.key_file.or_else(|| other.key_file.clone());
-                with.collect_rate = with.collect_rate.or(other.collect_rate);
+                with.collector = with.collector.or(other.collector);
                 let is_same = other.key_file.is_none() || with.key_file == other.key_file;
                 is_same.then_some(Self::Directory(with)).ok_or_else(differ)
             }

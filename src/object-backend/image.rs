@@ -165,7 +165,7 @@ impl ObjectImage {
                 name,
                 executor.spawner(),
                 size,
-                (snapshot, spec.home.collect_rate()),
+                (snapshot, spec.home.collector()),
             )),
             serving: Mutex::new(None),
             _executor: executor,

@@ -105,10 +105,11 @@ async fn carry_out(
         (Op::WriteZeroes, _) => volume.write_zeroes(offset, length).await?,
         (Op::Flush | Op::Cache, _) => {}
     }
-    if is_plain(request) && shared.is_kept(volume) {
-        return Ok(());
+    match op.modifies() {
+        true if is_plain(request) && shared.is_kept(volume) => Ok(()),
+        true => shared.put(volume).await,
+        false => volume.flush().await,
     }
-    volume.flush().await
 }
 
 /// Whether the request need not be durable when it ends.

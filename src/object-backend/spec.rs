@@ -115,7 +115,7 @@ mod tests {
             "s3://b/v?credentials_file=/k&hedge=50ms",
             "gs://b/v?credentials_file=/k&key_file=/key",
             "dir:/a/v?key_file=/key",
-            "dir:/a/v?key_file=/key&collect_rate=50M",
+            "dir:/a/v?key_file=/key&collect_rate=50M&max_space=200",
             "s3://b/v?credentials_file=/k&hedge=50ms&collect_rate=1G",
             "az://c/p/v?endpoint=http://127.0.0.1:10000/name&account=name&credentials_file=/k",
         ] {
@@ -163,6 +163,7 @@ mod tests {
             ("credentials_file=/k&hedge=6s", "1ms to 5s"),
             ("endpoint=http://h&credentials_file=k", "absolute path"),
             ("credentials_file=/k&collect_rate=1000", "at least 1M a second"),
+            ("credentials_file=/k&max_space=100", "140 to 1000 percent"),
             ("credentials_file=/k&key_file=k", "key_file needs an absolute path"),
             ("endpoint=http://h&credentials_file=/k&region=a b", "region"),
             ("endpoint=http://h&credentials_file=/k&secret=x", "no option"),

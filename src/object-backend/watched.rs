@@ -201,6 +201,10 @@ impl Watched {
 }
 
 impl Store for Watched {
+    fn place(&self) -> u64 {
+        self.store.place()
+    }
+
     fn create<'a>(&'a self, name: &'a str, bytes: &'a [u8]) -> Pending<'a, Result<(), StoreError>> {
         Box::pin(async move {
             let began = self.clock.now();

@@ -9,7 +9,7 @@ use crate::store::Pending;
 /// The bytes of an extent in a log object. They never change, because no name of an object is used again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Key {
-    /// The volume of the object: the one that is open, or one from which it was cloned.
+    /// The volume of the object: the one that is open, or one from which it was cloned. Its place is a part of it.
     pub volume: VolumeId,
     /// The log object.
     pub object: Position,

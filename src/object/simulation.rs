@@ -33,7 +33,7 @@ pub(crate) use random::Random;
 use store::{Client, Cloud};
 
 /// The seeds of a full test.
-const SEEDS: Range<u64> = 0..4_000;
+const SEEDS: Range<u64> = 0..10_000;
 
 /// Seeds that have found a defect: a sweep deleted a page that a checkpoint in progress had replaced.
 const REGRESSIONS: &[u64] = &[5631];

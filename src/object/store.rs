@@ -56,6 +56,12 @@ pub trait Store: Send + Sync {
     /// Deletes the object. Succeeds if there is none.
     fn delete<'a>(&'a self, name: &'a str) -> Pending<'a, Result<(), StoreError>>;
 
+    /// Returns a number that differs between two places that may have a volume and a copy of it, with the same identity.
+    /// A cache has it in its keys. 0 where no cache is used for several places.
+    fn place(&self) -> u64 {
+        0
+    }
+
     /// Waits before an operation is tried again; `attempt` is the number of failures, from 1.
     fn back_off(&self, attempt: u32) -> Pending<'_, ()>;
 }

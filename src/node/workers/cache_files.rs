@@ -1,14 +1,15 @@
 //! The files of the local caches, see `backend::CacheFiles`.
 //!
 //! ```text
-//! ID/NN            files of the mapping ID alone
-//! bucket-HASH/NN   files that mappings share
-//! bucket-HASH/users/ID   an empty file for each of these mappings
+//! ID/NN                        files of the mapping ID alone
+//! bucket-HASH-LENGTH/NN        files of this length that mappings share
+//! bucket-HASH-LENGTH/users/ID  an empty file for each of these mappings
+//! trash-NUMBER                 what is being deleted
 //! ```
 //!
 //! Only the supervisor can open files there. A worker gets the descriptors, so it reaches no other cache: it can neither
 //! read nor change what a worker has kept that it does not share a cache with. An error of the file system means that a
-//! mapping has no cache.
+//! mapping has no cache. All functions block.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
@@ -16,6 +17,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
+use std::thread;
 
 use cleat_backend::{CacheUse, MAX_CACHE_FILES};
 
@@ -27,11 +29,14 @@ const SHARED: &str = "bucket-";
 /// The directory with the names of the mappings that share a cache.
 const USERS: &str = "users";
 
+/// Begins the names of directories that are being deleted.
+const TRASH: &str = "trash-";
+
 /// The directory of the caches.
 pub(super) struct CacheFiles {
     config: CacheConfig,
-    /// Held while a shared cache gets its first user, or loses its last one.
-    users: Mutex<()>,
+    /// Held while a shared cache gets its first user, or loses its last one. The number of the next directory in the trash.
+    trash: Mutex<u64>,
 }
 
 /// The open files of a cache, and the maximum length of each in bytes.
@@ -43,25 +48,31 @@ pub(super) struct Opened {
 
 impl CacheFiles {
     pub(super) fn new(config: &CacheConfig) -> Self {
-        Self { config: config.clone(), users: Mutex::new(()) }
+        Self { config: config.clone(), trash: Mutex::new(0) }
     }
 
-    /// Opens the files of the cache of a mapping, or makes them. They take space when they are written.
+    /// Opens the files of the cache of a mapping, or makes them. They take space when they are written. The mapping
+    /// leaves every other cache.
     pub(super) fn open(&self, mapping_id: &str, cache: &CacheUse) -> Opened {
         let Some(directory) = &self.config.directory else { return Opened::default() };
-        let _held = self.users.lock().unwrap_or_else(PoisonError::into_inner);
-        let opened = make(directory).and_then(|()| match cache {
-            CacheUse::None => Ok(Opened::default()),
-            CacheUse::Own => open(&directory.join(mapping_id), self.config.volume_bytes),
+        let (name, bytes) = match cache {
+            CacheUse::None => return Opened::default(),
+            CacheUse::Own => (mapping_id.to_owned(), self.config.volume_bytes),
             CacheUse::Shared(by) => {
-                let shared = directory.join(shared_name(by));
-                let opened = open(&shared, self.config.bucket_bytes)?;
-                make(&shared.join(USERS))?;
-                File::create(shared.join(USERS).join(mapping_id))?;
-                Ok(opened)
+                (shared_name(by, self.config.bucket_bytes), self.config.bucket_bytes)
             }
+        };
+        let own = directory.join(&name);
+        let opened = self.leave(directory, mapping_id, Some(&name), || {
+            make(directory)?;
+            make(&own)?;
+            if name != mapping_id {
+                make(&own.join(USERS))?;
+                File::create(own.join(USERS).join(mapping_id))?;
+            }
+            Ok(())
         });
-        opened.unwrap_or_else(|error| {
+        opened.and_then(|()| open(&own, bytes)).unwrap_or_else(|error| {
             let directory = directory.display();
             tracing::warn!(mapping_id, %directory, %error, "the mapping has no cache");
             Opened::default()
@@ -71,25 +82,62 @@ impl CacheFiles {
     /// Removes the files of a mapping, and those of a shared cache with the last mapping that uses it. Workers that use
     /// them still can, until they end.
     pub(super) fn remove(&self, mapping_id: &str) {
-        let Some(directory) = &self.config.directory else { return };
-        let _held = self.users.lock().unwrap_or_else(PoisonError::into_inner);
-        let _ = fs::remove_dir_all(directory.join(mapping_id));
+        if let Some(directory) = &self.config.directory {
+            let _ = self.leave(directory, mapping_id, None, || Ok(()));
+        }
+    }
+
+    /// Removes a mapping from all caches but `kept`, and then calls `next`. Caches that nobody uses are deleted
+    /// afterwards, by another thread: they may have tens of gigabytes.
+    fn leave(
+        &self,
+        directory: &Path,
+        mapping_id: &str,
+        kept: Option<&str>,
+        next: impl FnOnce() -> io::Result<()>,
+    ) -> io::Result<()> {
+        let mut trash = self.trash.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut unused = Vec::new();
         for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if kept == Some(name.as_str()) {
+                continue;
+            }
             let users = entry.path().join(USERS);
-            let is_shared = entry.file_name().to_string_lossy().starts_with(SHARED);
-            if is_shared
-                && fs::remove_file(users.join(mapping_id)).is_ok()
-                && fs::remove_dir(&users).is_ok()
-            {
-                let _ = fs::remove_dir_all(entry.path());
+            let is_unused = name == mapping_id
+                || name.starts_with(SHARED) && {
+                    let _ = fs::remove_file(users.join(mapping_id));
+                    is_gone(fs::remove_dir(&users))
+                };
+            let moved = directory.join(format!("{TRASH}{trash}"));
+            // What a supervisor that was killed has left is deleted with it.
+            if name.starts_with(TRASH) {
+                unused.push(entry.path());
+            } else if is_unused && fs::rename(entry.path(), &moved).is_ok() {
+                *trash += 1;
+                unused.push(moved);
             }
         }
+        let result = next();
+        drop(trash);
+        if !unused.is_empty() {
+            let delete = move || unused.iter().for_each(|path| drop(fs::remove_dir_all(path)));
+            // Without a thread, the next call deletes it.
+            let _ = thread::Builder::new().name("cache-trash".to_owned()).spawn(delete);
+        }
+        result
+    }
+}
+
+fn is_gone(removed: io::Result<()>) -> bool {
+    match removed {
+        Ok(()) => true,
+        Err(error) => error.kind() == io::ErrorKind::NotFound,
     }
 }
 
 /// Opens the files of a cache of at most `bytes` bytes. A cache that had more space loses the ends of its files.
 fn open(directory: &Path, bytes: u64) -> io::Result<Opened> {
-    make(directory)?;
     let file_bytes = bytes / MAX_CACHE_FILES as u64;
     let mut options = OpenOptions::new();
     options.read(true).write(true).create(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
@@ -115,11 +163,12 @@ fn file(directory: &Path, number: usize) -> PathBuf {
     directory.join(format!("{number:02}"))
 }
 
-/// Returns the name of the directory of a shared cache. No two texts have the same one.
-fn shared_name(by: &str) -> String {
+/// Returns the name of the directory of a shared cache. No two texts have the same one. With another length, the extents
+/// are elsewhere in the files.
+fn shared_name(by: &str, bytes: u64) -> String {
     let hash = hmac_sha256::Hash::hash(by.as_bytes());
     let hex: String = hash.iter().map(|byte| format!("{byte:02x}")).collect();
-    format!("{SHARED}{hex}")
+    format!("{SHARED}{hex}-{bytes}")
 }
 
 #[cfg(test)]
@@ -179,8 +228,35 @@ mod tests {
         assert_eq!(note(&later.open("b", &by("s3://one")), "again"), "of b");
         later.remove("x");
         later.remove("b");
-        assert_eq!(note(&later.open("d", &by("s3://one")), ""), "", "nobody used it");
+        assert_eq!(note(&later.open("d", &by("s3://one")), "of d"), "", "nobody used it");
         assert_eq!(note(&later.open("d", &by("s3://two")), ""), "of c");
+        // It has left the other one, which nobody used.
+        assert_eq!(note(&later.open("e", &by("s3://one")), ""), "");
+    }
+
+    #[test]
+    fn what_a_killed_supervisor_has_left_is_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let some = caches(directory.path());
+        let by = CacheUse::Shared("s3://one".to_owned());
+        some.open("a", &by);
+        let shared = directory.path().join("cache").join(shared_name("s3://one", 1 << 30));
+        let trash = directory.path().join("cache/trash-7");
+        fs::create_dir(&trash).unwrap();
+        // Files of an earlier build, which gave each mapping its own ones.
+        fs::create_dir(directory.path().join("cache/a")).unwrap();
+        // It was killed after the first step of a removal.
+        fs::remove_file(shared.join("users/a")).unwrap();
+        some.remove("a");
+        let is_empty = || fs::read_dir(directory.path().join("cache")).unwrap().next().is_none();
+        for _ in 0..1000 {
+            if is_empty() {
+                return;
+            }
+            thread::yield_now();
+            some.remove("x");
+        }
+        panic!("the caches are not removed");
     }
 
     #[test]

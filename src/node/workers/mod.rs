@@ -45,7 +45,7 @@ pub struct Workers {
     launcher: Arc<dyn Launcher>,
     pub(crate) sockets: ControlSockets,
     tails: TailFiles,
-    caches: CacheFiles,
+    caches: Arc<CacheFiles>,
     registry: Registry,
     log: String,
     events: mpsc::Sender<WorkerEvent>,
@@ -61,7 +61,8 @@ impl Workers {
     ) -> Self {
         let (directory, log) = (config.workers_dir(), config.log().decided().to_string());
         let tails = TailFiles::new(directory.clone());
-        let (sockets, caches) = (ControlSockets::new(directory), CacheFiles::new(&config.cache));
+        let (sockets, caches) =
+            (ControlSockets::new(directory), Arc::new(CacheFiles::new(&config.cache)));
         Self { launcher, sockets, tails, caches, registry, log, events }
     }
 

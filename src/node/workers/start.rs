@@ -152,7 +152,9 @@ impl Workers {
             }
             let volume = self.registry.volume(&start.uri);
             let cache = volume.map_or(CacheUse::None, |volume| volume.spec().cache());
-            let cache = self.caches.open(&start.mapping_id, &cache);
+            // The disk of the caches may hang.
+            let (caches, id) = (Arc::clone(&self.caches), start.mapping_id.clone());
+            let cache = blocking(move || Ok(caches.open(&id, &cache))).await?;
             start.cache_files = cache.files.len();
             start.cache_file_bytes = cache.file_bytes;
             let mut descriptors = vec![listener, file];

@@ -24,7 +24,7 @@ use cleat_object::name::Name;
 use cleat_object::store::Store;
 use cleat_object::store::directory::{Directory, remove_temporary};
 
-use crate::collect_rate::{self, COLLECT_RATE};
+use crate::collector::{COLLECT_RATE, Collector, MAX_SPACE};
 use crate::connection::{Access, Connection};
 use crate::naming::{KEY_FILE, is_name};
 use crate::nonce::{self, token};
@@ -53,8 +53,7 @@ pub(crate) struct Local {
     path: PathBuf,
     /// The key file of encrypted volumes.
     pub(super) key_file: Option<PathBuf>,
-    /// The bytes per second that the collector copies at most.
-    pub(super) collect_rate: Option<u64>,
+    pub(super) collector: Collector,
 }
 
 impl Local {
@@ -64,12 +63,12 @@ impl Local {
 
     fn with(path: PathBuf, mut options: Options) -> Result<Self> {
         let key_file = options.take(KEY_FILE);
-        let rate = options.take(COLLECT_RATE);
-        options.finish("dir:", &[KEY_FILE, COLLECT_RATE])?;
+        let collector = Collector::take(&mut options)?;
+        options.finish("dir:", &[KEY_FILE, COLLECT_RATE, MAX_SPACE])?;
         Ok(Self {
             path,
             key_file: key_file.map(|path| secret_path(&path, KEY_FILE)).transpose()?,
-            collect_rate: rate.map(|rate| collect_rate::parse(&rate)).transpose()?,
+            collector,
         })
     }
 

@@ -14,7 +14,7 @@ use crate::ask::Answered;
 use crate::claim::Attempt;
 use crate::claim::decision::Purpose;
 use crate::claim::record::Use;
-use crate::collect_rate::Grants;
+use crate::collector::Grants;
 use crate::errors::{failed, no_answer, wait};
 use crate::executor::{TaskId, block_until};
 use crate::timeouts::{CALL_TIMEOUT, after};
@@ -63,8 +63,11 @@ impl Serving {
             let message = format!("another client may have written to {name}: {lost}");
             Error::new(ErrorKind::Fenced, message)
         })?;
-        let max_copies = Grants::max(shared.collect_rate);
-        let config = Config { max_copies, ..Config::default() };
+        let mut config =
+            Config { max_copies: Grants::max(shared.collector.rate), ..Config::default() };
+        if let Some(percent) = shared.collector.max_space {
+            config.max_space_percent = percent;
+        }
         let opened = block_until(deadline, place.open_with(epoch, config, keep));
         if let Some(Err(failure @ Failure::Stale { .. })) = &opened {
             tracing::error!(volume = %name, %failure, "acknowledged writes are lost");
@@ -129,9 +132,10 @@ async fn run(volume: Volume, shared: Arc<Shared>) {
 /// second.
 async fn send_older(volume: Volume, shared: Arc<Shared>, store: Arc<Watched>) {
     let mut seen = 0;
-    let mut grants = Grants::new(shared.collect_rate, SystemClock.now());
+    let mut grants = Grants::new(shared.collector.rate, SystemClock.now());
     loop {
         store.back_off(SECOND).await;
+        shared.is_working();
         store.look_for_hangs();
         volume.grant_copies(grants.due(SystemClock.now()));
         seen = volume.send_older(seen);

@@ -4,12 +4,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
 use cleat_backend::Waker;
+use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::request::Request;
 use cleat_core::space::SpaceUse;
 use cleat_object::name::SnapshotId;
 use cleat_object::volume::{Config, Failure, Place, Status, Volume};
 
+use crate::collector::Collector;
 use crate::executor::{Spawner, TaskId};
+use crate::pauses::Pauses;
 
 /// The state of an open image.
 pub(crate) struct Shared {
@@ -20,8 +23,7 @@ pub(crate) struct Shared {
     volume: RwLock<Option<Volume>>,
     /// The snapshot that is read.
     snapshot: Option<SnapshotId>,
-    /// The bytes per second that the collector copies at most.
-    pub(crate) collect_rate: Option<u64>,
+    pub(crate) collector: Collector,
     /// Where a reader looks again; `None` for a writer.
     reader: OnceLock<Place>,
     /// The read-ahead of a reader.
@@ -30,6 +32,7 @@ pub(crate) struct Shared {
     is_fenced: AtomicBool,
     /// The supervisor passes the tail file to the next process.
     tail_is_passed_on: AtomicBool,
+    pauses: Pauses,
     /// Why the volume cannot continue, unless it is fenced.
     broken: Mutex<Option<String>>,
     waker: Mutex<Option<Waker>>,
@@ -44,19 +47,20 @@ impl Shared {
         name: String,
         spawner: Spawner,
         size: u64,
-        (snapshot, collect_rate): (Option<SnapshotId>, Option<u64>),
+        (snapshot, collector): (Option<SnapshotId>, Collector),
     ) -> Self {
         Self {
             name,
             spawner,
             volume: RwLock::new(None),
             snapshot,
-            collect_rate,
+            collector,
             reader: OnceLock::new(),
             reading: Mutex::default(),
             size: AtomicU64::new(size),
             is_fenced: AtomicBool::new(false),
             tail_is_passed_on: AtomicBool::new(true),
+            pauses: Pauses::default(),
             broken: Mutex::default(),
             waker: Mutex::default(),
             report: OnceLock::new(),
@@ -180,7 +184,7 @@ impl Shared {
                 object_bytes: status.object_bytes,
                 live_bytes: status.live_bytes,
                 copied_bytes: status.copied_bytes,
-                copy_rate: self.collect_rate.unwrap_or(0),
+                copy_rate: self.collector.rate.unwrap_or(0),
             });
         }
     }
@@ -190,9 +194,27 @@ impl Shared {
         self.tail_is_passed_on.load(Ordering::Acquire) && volume.can_keep(bytes)
     }
 
-    /// Whether everything that was written survives the process.
+    /// Whether a write can be acknowledged before it is durable: it survives the process, which was not stopped.
     pub(crate) fn is_kept(&self, volume: &Volume) -> bool {
-        self.tail_is_passed_on.load(Ordering::Acquire) && volume.is_kept()
+        self.tail_is_passed_on.load(Ordering::Acquire)
+            && volume.is_kept()
+            && self.pauses.are_over(SystemClock.boot_ns())
+    }
+
+    /// Records that this process works. Must be called about every second.
+    pub(crate) fn is_working(&self) {
+        self.pauses.look(SystemClock.boot_ns());
+    }
+
+    /// Makes a record durable that was just appended, and everything before it.
+    ///
+    /// # Errors
+    /// Returns the failure of the store, and `Fenced` if another client has taken the volume over.
+    pub(crate) async fn put(&self, volume: &Volume) -> Result<(), Failure> {
+        let pauses = self.pauses.look(SystemClock.boot_ns());
+        volume.flush().await?;
+        self.pauses.end(pauses);
+        Ok(())
     }
 
     /// Records that another client owns the volume, and wakes the owner of the image.

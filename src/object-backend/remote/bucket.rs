@@ -5,13 +5,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use cleat_backend::Network;
-use cleat_backend::uri::{
-    Encoded, Options, Size, absolute_path, decode, invalid, secret_path, shown,
-};
+use cleat_backend::uri::{Encoded, Options, absolute_path, decode, invalid, secret_path, shown};
 use cleat_core::error::{Error, Result};
 
 use super::hedge::{self, HEDGE};
-use crate::collect_rate::{self, COLLECT_RATE};
+use crate::collector::{COLLECT_RATE, Collector, MAX_SPACE};
 use crate::connection::Access;
 use crate::naming::{KEY_FILE, is_name};
 use crate::nonce;
@@ -72,10 +70,17 @@ impl Provider {
                 HEDGE,
                 KEY_FILE,
                 COLLECT_RATE,
+                MAX_SPACE,
             ],
-            Self::Google => {
-                &["endpoint", "credentials_file", "ca_file", HEDGE, KEY_FILE, COLLECT_RATE]
-            }
+            Self::Google => &[
+                "endpoint",
+                "credentials_file",
+                "ca_file",
+                HEDGE,
+                KEY_FILE,
+                COLLECT_RATE,
+                MAX_SPACE,
+            ],
             Self::Azure => &[
                 "endpoint",
                 "account",
@@ -84,6 +89,7 @@ impl Provider {
                 HEDGE,
                 KEY_FILE,
                 COLLECT_RATE,
+                MAX_SPACE,
             ],
         }
     }
@@ -122,8 +128,7 @@ pub(crate) struct Bucket {
     pub(crate) hedge: Option<Duration>,
     /// The key file of encrypted volumes.
     pub(crate) key_file: Option<PathBuf>,
-    /// The bytes per second that the collector copies at most.
-    pub(crate) collect_rate: Option<u64>,
+    pub(crate) collector: Collector,
 }
 
 impl Bucket {
@@ -189,7 +194,7 @@ impl Bucket {
         let ca_file = options.take("ca_file");
         let key_file = options.take(KEY_FILE);
         let hedge = options.take(HEDGE);
-        let rate = options.take(COLLECT_RATE);
+        let collector = Collector::take(&mut options)?;
         options.finish(&format!("{scheme}:"), provider.options())?;
         Ok(Self {
             provider,
@@ -204,7 +209,7 @@ impl Bucket {
                 .transpose()?,
             hedge: hedge.map(|text| hedge::parse(&text)).transpose()?,
             key_file: key_file.map(|file| secret_path(&file, KEY_FILE)).transpose()?,
-            collect_rate: rate.map(|rate| collect_rate::parse(&rate)).transpose()?,
+            collector,
         })
     }
 
@@ -239,18 +244,19 @@ impl Bucket {
             ("ca_file", self.ca_file.as_ref().map(path)),
             (HEDGE, self.hedge.map(|delay| format!("{}ms", delay.as_millis()))),
             (KEY_FILE, self.key_file.as_ref().map(path)),
-            (COLLECT_RATE, self.collect_rate.map(|rate| Size(rate).to_string())),
         ];
-        let given = all.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?)));
+        let all = all.into_iter().chain(self.collector.options());
+        let given = all.filter_map(|(key, value)| Some((key.to_owned(), value?)));
         given.collect()
     }
 
     /// Returns a text that is the same for all volumes of the bucket that are accessed with the same credentials.
     pub(crate) fn trust(&self) -> String {
-        let own = Self { hedge: None, key_file: None, collect_rate: None, ..self.clone() };
-        let options = own.options().into_iter().map(|(key, value)| format!("&{key}={value}"));
+        let own =
+            Self { hedge: None, key_file: None, collector: Collector::default(), ..self.clone() };
+        let options = own.options().into_iter().map(|(key, value)| format!("\0{key}={value}"));
         let scheme = self.provider.scheme();
-        format!("{scheme}://{}?{}", self.bucket, options.collect::<String>())
+        format!("{scheme}://{}{}", self.bucket, options.collect::<String>())
     }
 
     /// Returns a volume's name with its place, for messages.

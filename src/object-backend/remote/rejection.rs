@@ -87,11 +87,14 @@ fn meaning(rejection: &Rejection, bucket: &Bucket, origin: Origin) -> StoreError
             refused(&format!("the secret key from {origin} is not that of the access key"))
         }
         (403, "InvalidAccessKeyId") => {
-            refused(&format!("the store does not know the access key from {origin}"))
+            // Some stores forget temporary keys that have expired.
+            refused(&format!(
+                "the store does not know the access key from {origin}; a temporary one may have expired"
+            ))
         }
-        (400 | 403, "ExpiredToken" | "InvalidToken") => {
-            refused(&format!("the temporary keys from {origin} have expired"))
-        }
+        (400 | 403, "ExpiredToken" | "InvalidToken" | "InvalidTokenId") => refused(&format!(
+            "the temporary keys from {origin} have expired, or their token is wrong"
+        )),
         (401 | 403, _) => {
             refused(&format!("the access key from {origin} may not do this in the bucket {name}"))
         }
@@ -145,6 +148,7 @@ mod tests {
             (403, "InvalidAccessKeyId", "does not know the access key from the role"),
             (403, "AccessDenied", "may not do this in the bucket bucket"),
             (400, "ExpiredToken", "keys from the role of the instance have expired"),
+            (403, "InvalidTokenId", "or their token is wrong"),
             (404, "NoSuchBucket", "bucket bucket does not exist"),
             (301, "PermanentRedirect", "another region"),
             (501, "NotImplemented", "conditional puts"),

@@ -20,6 +20,7 @@ use super::client::{Client, client};
 use super::credentials::credential_file;
 use super::hedge::{Budget, hedged};
 use super::rejection::{classify, is_behind_the_end};
+use crate::cache::hash_of;
 use crate::connection::Connection;
 use crate::executor::block_until;
 use crate::naming::is_name;
@@ -390,6 +391,10 @@ async fn get(
 }
 
 impl Store for RemoteStore {
+    fn place(&self) -> u64 {
+        hash_of(self.prefix.bytes())
+    }
+
     fn create<'a>(&'a self, name: &'a str, bytes: &'a [u8]) -> Pending<'a, Result<(), StoreError>> {
         let (key, payload) = (self.key(name), PutPayload::from(bytes.to_owned()));
         self.caller.run(|client| async move {

@@ -168,6 +168,13 @@ impl Access {
         Self { parent, cache: Some(Arc::clone(cache)), ..self }
     }
 
+    /// The identity of the volume in the keys of a cache: a copy of it in another place has another one.
+    pub(super) fn cached_volume(&self) -> VolumeId {
+        let mut id = self.volume;
+        id.0.iter_mut().zip(self.store.place().to_le_bytes()).for_each(|(byte, of)| *byte ^= of);
+        id
+    }
+
     pub(super) fn has_cache(&self) -> bool {
         self.cache.is_some()
     }

@@ -56,7 +56,7 @@ impl Shared {
             Box::pin(async move {
                 let stored = self.access.stored(need.entry());
                 let access = self.access.of(stored.ancestor())?;
-                let key = stored.key(access.volume);
+                let key = stored.key(access.cached_volume());
                 let Some(bytes) = access.cached(key).await else { return Ok(Some(need)) };
                 // The bytes of the cache prove nothing: another process may have changed them.
                 match access.unpack(need.entry(), need.base(), &bytes).await {
@@ -79,7 +79,7 @@ impl Shared {
         for (stored, need) in needs {
             let bytes = part(&bytes, stored.begin() - range.start..stored.end() - range.start);
             let data = access.unpack(need.entry(), need.base(), bytes).await?;
-            access.cache(stored.key(access.volume), bytes);
+            access.cache(stored.key(access.cached_volume()), bytes);
             need.take(&data);
         }
         Ok(())

@@ -1,13 +1,14 @@
 //! A mapping of a volume of objects, while its worker and its supervisor die, and while its keys change.
 
-use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
+use std::ops::ControlFlow;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use cleat::backends::REGISTRY;
 use cleat_api::v1::{HealthRequest, MappingState};
-use cleat_backend::store::Layout;
+use cleat_backend::store::{Layout, Source};
 use nix::sys::signal::Signal;
 
 use test_kit::minio;
@@ -151,5 +152,68 @@ fn keys_that_are_replaced_in_the_file_are_used_without_a_command() {
     let again = supervisor.map("v", &uri).unwrap();
     assert_eq!(machine.kernel.read(index_of(&again), 4096, 512).unwrap(), [2_u8; 512]);
     supervisor.unmap("v").unwrap();
+    machine.assert_clean();
+}
+
+/// Creates a clone `w` of a volume `v` in its place. Returns its URI.
+fn clone_of(uri: &str) -> String {
+    let (place, options) = uri.split_once("/v?").unwrap();
+    let store = REGISTRY.store(&format!("{place}?{options}")).unwrap();
+    let connected = store.connect().unwrap();
+    let on = || |_, _| ControlFlow::Continue(());
+    connected.snapshots().unwrap().create("v", "s", &mut on()).unwrap();
+    let source = Source { store: store.spec(), name: "v", snapshot: Some("s") };
+    let clones = connected.clones().unwrap();
+    assert!(clones.create_clone(&source, "w", &Layout::default(), &mut on()).unwrap());
+    store.volume("w", None).unwrap().to_string()
+}
+
+fn entries(directory: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(directory).into_iter().flatten();
+    entries.map(|entry| entry.unwrap().path()).collect()
+}
+
+#[test]
+fn a_volume_of_a_bucket_and_its_clone_share_a_cache() {
+    const BLOCK: u64 = 4096;
+    const BLOCKS: u64 = 64;
+    let mut machine = Machine::new();
+    let caches = machine.path("cache");
+    machine.config.cache.directory = Some(caches.clone());
+    let keys = minio::shared().credentials();
+    let uri = volume_in_bucket(&machine, &format!("&credentials_file={}", keys.display()));
+    let supervisor = machine.start();
+    let stamp = |number: u64| number.to_le_bytes().repeat(512);
+    let index = index_of(&supervisor.map("v", &uri).unwrap());
+    for number in 0..BLOCKS {
+        machine.kernel.write(index, number * BLOCK, &stamp(number)).unwrap();
+    }
+    supervisor.unmap("v").unwrap();
+    wait_until("the cache is removed with the mapping", || entries(&caches).is_empty());
+    let clone = clone_of(&uri);
+    let space = || -> u64 {
+        let files = entries(&caches).into_iter().flat_map(|cache| entries(&cache));
+        files.map(|file| file.metadata().unwrap().blocks() * 512).sum()
+    };
+    let read = |name: &str, uri: &str| {
+        let index = index_of(&supervisor.map(name, uri).unwrap());
+        for number in 0..BLOCKS {
+            let found = machine.kernel.read(index, number * BLOCK, 4096).unwrap();
+            assert!(found == stamp(number), "{name}, block {number}");
+        }
+    };
+    read("v", &uri);
+    wait_until("everything is in the cache", || space() > BLOCKS * BLOCK);
+    let before = space();
+    read("w", &clone);
+    // What is offered to the cache is written by another thread.
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    assert!(space() < before + BLOCKS * BLOCK / 2, "{} bytes after {before}", space());
+    let [shared] = &entries(&caches)[..] else { panic!("{:?}", entries(&caches)) };
+    assert_eq!(entries(&shared.join("users")).len(), 2);
+    supervisor.unmap("v").unwrap();
+    assert!(shared.exists());
+    supervisor.unmap("w").unwrap();
+    wait_until("the cache is removed with its last user", || entries(&caches).is_empty());
     machine.assert_clean();
 }

@@ -1,42 +1,16 @@
 //! A worker with a local cache in files, which it gets from the supervisor.
 
 use std::fs::File;
-use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
 
-use cleat_worker::protocol::{FromWorker, Start, ToWorker};
+use cleat_worker::protocol::ToWorker;
 use test_kit::nbd::kernel as nbd;
 use test_kit::wait;
-use test_kit::worker::{Worker, start_message};
+use test_kit::worker::Worker;
 
-use super::objects::{BLOCK, ObjectVolume, stamp};
+use super::objects::{BLOCK, CACHE_FILE_BYTES, ObjectVolume, cache_files, stamp, start_with_cache};
 
 const BLOCKS: u64 = 64;
-
-/// The length of a file of the cache.
-const CACHE_FILE_BYTES: u64 = 32 << 20;
-
-fn files(directory: &Path, count: usize) -> Vec<File> {
-    let mut options = File::options();
-    options.read(true).write(true).create(true).truncate(false);
-    (0..count).map(|number| options.open(directory.join(number.to_string())).unwrap()).collect()
-}
-
-fn start(uri: &str, files: &[File]) -> (Worker, Vec<UnixStream>) {
-    let mut worker = Worker::launch();
-    let start = Start {
-        cache_files: files.len(),
-        cache_file_bytes: CACHE_FILE_BYTES,
-        ..start_message(uri)
-    };
-    let descriptors: Vec<_> = files.iter().map(AsFd::as_fd).collect();
-    worker.send_start_with(&start, &descriptors);
-    let answer = worker.receive();
-    assert!(matches!(answer, FromWorker::Ready(_)), "{answer:?}");
-    let sockets = worker.serve(1);
-    (worker, sockets)
-}
 
 fn stop(mut worker: Worker) {
     worker.send(&ToWorker::Stop, &[]);
@@ -59,7 +33,7 @@ fn can_read(socket: &UnixStream) -> bool {
 
 /// Writes all blocks.
 fn fill(volume: &ObjectVolume, files: &[File]) {
-    let (worker, sockets) = start(&volume.uri, files);
+    let (worker, sockets) = start_with_cache(&volume.uri, files);
     for number in 0..BLOCKS {
         let data = stamp(1, number);
         assert_eq!(nbd::write(&sockets[0], number * u64::from(BLOCK), &data), 0);
@@ -72,10 +46,10 @@ fn fill(volume: &ObjectVolume, files: &[File]) {
 fn a_cache_survives_the_worker_and_may_be_wiped() {
     let volume = ObjectVolume::in_directory();
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let files = files(directory.path(), 2);
+    let files = cache_files(directory.path(), 2);
     fill(&volume, &files);
     let objects = volume.objects();
-    let (worker, sockets) = start(&volume.uri, &files);
+    let (worker, sockets) = start_with_cache(&volume.uri, &files);
     wait::wait_until("the first checkpoint", || objects.join("ckpt").read_dir().is_ok());
     assert!(can_read(&sockets[0]));
     // A crash; what was read is in the files.
@@ -84,7 +58,7 @@ fn a_cache_survives_the_worker_and_may_be_wiped() {
     let log = objects.join("log").join(format!("{:016x}", 1));
     let saved = directory.path().join("saved");
     std::fs::rename(&log, &saved).unwrap();
-    let (worker, sockets) = start(&volume.uri, &files);
+    let (worker, sockets) = start_with_cache(&volume.uri, &files);
     assert!(can_read(&sockets[0]));
     // Wiped while it is in use.
     files.iter().for_each(|file| file.set_len(0).unwrap());
@@ -103,16 +77,16 @@ fn a_cache_survives_the_worker_and_may_be_wiped() {
 fn a_clone_finds_what_the_worker_of_its_parent_has_cached() {
     let volume = ObjectVolume::in_directory();
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let files = files(directory.path(), 2);
+    let files = cache_files(directory.path(), 2);
     fill(&volume, &files);
     let clone = volume.make_clone();
-    let (parent, sockets) = start(&volume.uri, &files);
+    let (parent, sockets) = start_with_cache(&volume.uri, &files);
     assert!(can_read(&sockets[0]));
     std::thread::sleep(std::time::Duration::from_secs(1));
     let log = volume.objects().join("log").join(format!("{:016x}", 1));
     let saved = directory.path().join("saved");
     for (files, has_data) in [(&files[..], true), (&[], false)] {
-        let (worker, sockets) = start(&clone, files);
+        let (worker, sockets) = start_with_cache(&clone, files);
         std::fs::rename(&log, &saved).unwrap();
         assert_eq!(can_read(&sockets[0]), has_data, "{} files", files.len());
         std::fs::rename(&saved, &log).unwrap();

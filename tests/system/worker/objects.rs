@@ -1,6 +1,7 @@
 //! A worker with a volume of objects, in a directory and in a bucket. It is confined before it opens the volume, whose
 //! client has threads.
 
+use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -192,21 +193,46 @@ fn a_volume_in_a_bucket_is_served_by_a_confined_process() {
     is_served_by_a_confined_process(&ObjectVolume::in_bucket());
 }
 
+/// The length of a file of a cache.
+pub(super) const CACHE_FILE_BYTES: u64 = 32 << 20;
+
+pub(super) fn cache_files(directory: &Path, count: usize) -> Vec<File> {
+    let mut options = File::options();
+    options.read(true).write(true).create(true).truncate(false);
+    (0..count).map(|number| options.open(directory.join(number.to_string())).unwrap()).collect()
+}
+
+/// Starts a worker with a cache in files, and one connection.
+pub(super) fn start_with_cache(uri: &str, files: &[File]) -> (Worker, Vec<UnixStream>) {
+    let mut worker = Worker::launch();
+    let start = Start {
+        cache_files: files.len(),
+        cache_file_bytes: CACHE_FILE_BYTES,
+        ..start_message(uri)
+    };
+    let descriptors: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+    worker.send_start_with(&start, &descriptors);
+    let answer = worker.receive();
+    assert!(matches!(answer, FromWorker::Ready(_)), "{answer:?}");
+    let sockets = worker.serve(1);
+    (worker, sockets)
+}
+
 /// What the n-th write of a round has in its block.
 pub(super) fn stamp(round: u64, number: u64) -> Vec<u8> {
     [round.to_le_bytes(), number.to_le_bytes()].concat().repeat(BLOCK as usize / 16)
 }
 
 /// The worker is killed while it has 32 writes in flight, each to a block of its own, of which some are answered.
-/// `CLEAT_TEST_KILLS` sets the number of rounds.
-fn keeps_acknowledged_writes(volume: &ObjectVolume, rounds: u64) {
+/// `CLEAT_TEST_KILLS` sets the number of rounds. `cache` has the files of the cache.
+fn keeps_acknowledged_writes(volume: &ObjectVolume, rounds: u64, cache: &[File]) {
     const WRITES: u64 = 32;
     let asked = std::env::var("CLEAT_TEST_KILLS").ok().and_then(|text| text.parse().ok());
     let rounds = asked.unwrap_or(rounds);
     // The rounds whose content each block may have.
     let mut allowed = vec![vec![0_u64]; WRITES as usize];
     for round in 1..=rounds {
-        let (mut worker, sockets) = Worker::serving(&volume.uri, 1);
+        let (mut worker, sockets) = start_with_cache(&volume.uri, cache);
         for (number, allowed) in (0..).zip(&mut allowed) {
             let found = nbd::read(&sockets[0], number * u64::from(BLOCK), BLOCK);
             let content = |round: u64| match round {
@@ -233,12 +259,20 @@ fn keeps_acknowledged_writes(volume: &ObjectVolume, rounds: u64) {
 
 #[test]
 fn acknowledged_writes_survive_the_death_of_the_worker_of_a_directory() {
-    keeps_acknowledged_writes(&ObjectVolume::in_directory(), 20);
+    keeps_acknowledged_writes(&ObjectVolume::in_directory(), 50, &[]);
+}
+
+#[test]
+fn acknowledged_writes_survive_the_death_of_a_worker_with_a_cache() {
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let cache = cache_files(directory.path(), 2);
+    keeps_acknowledged_writes(&ObjectVolume::in_directory(), 50, &cache);
 }
 
 #[test]
 fn acknowledged_writes_survive_the_death_of_the_worker_of_a_bucket() {
-    keeps_acknowledged_writes(&ObjectVolume::in_bucket(), 5);
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    keeps_acknowledged_writes(&ObjectVolume::in_bucket(), 5, &cache_files(directory.path(), 2));
 }
 
 /// Writes that no flush covers are acknowledged when they are in the tail file, and many of them share a put. The next
@@ -325,11 +359,21 @@ fn stop(pid: Pid) {
 }
 
 /// A worker is stopped while it has writes in flight, another node takes the volume over, and the worker continues.
-fn a_stopped_writer_is_fenced(volume: &ObjectVolume) {
-    let (worker, sockets) = Worker::serving(&volume.uri, 1);
+fn a_stopped_writer_is_fenced(volume: &ObjectVolume, has_tail: bool) {
+    let tail = tempfile::tempfile().unwrap();
+    let all = REGISTRY.volume(&volume.uri).unwrap().spec().tail_bytes();
+    tail.set_len(all).unwrap();
+    let tail_bytes = if has_tail { all } else { 0 };
+    let descriptors = if has_tail { vec![tail.as_fd()] } else { Vec::new() };
+    let mut worker = Worker::launch();
+    worker.send_start_with(&Start { tail_bytes, ..volume.start() }, &descriptors);
+    assert!(matches!(worker.receive(), FromWorker::Ready(_)));
+    let sockets = worker.serve(1);
     assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
+    assert_eq!(nbd::simple(&sockets[0], nbd::FLUSH, 0, 0), 0);
     let pid = Pid::from_raw(worker.child.id().cast_signed());
     stop(pid);
+    let stopped = std::time::Instant::now();
     for number in 0..16 {
         let offset = number * u64::from(BLOCK);
         nbd::send(&sockets[0], nbd::WRITE, number, offset, BLOCK, &[2; BLOCK as usize]);
@@ -346,6 +390,8 @@ fn a_stopped_writer_is_fenced(volume: &ObjectVolume) {
     assert!(matches!(answer, FromWorker::Ready(_)), "{answer:?}");
     let taken = second.serve(1);
     assert_eq!(nbd::write(&taken[0], 4096, &[3; 4096]), 0);
+    // A shorter time is not noticed.
+    std::thread::sleep(Duration::from_secs(3).saturating_sub(stopped.elapsed()));
     kill(pid, Signal::SIGCONT).unwrap();
     for _ in 0..16 {
         let (number, error) = nbd::reply(&sockets[0]);
@@ -369,12 +415,16 @@ fn a_stopped_writer_is_fenced(volume: &ObjectVolume) {
 
 #[test]
 fn a_stopped_writer_of_a_directory_is_fenced_by_a_take_over() {
-    a_stopped_writer_is_fenced(&ObjectVolume::in_directory());
+    for has_tail in [false, true] {
+        a_stopped_writer_is_fenced(&ObjectVolume::in_directory(), has_tail);
+    }
 }
 
 #[test]
 fn a_stopped_writer_of_a_bucket_is_fenced_by_a_take_over() {
-    a_stopped_writer_is_fenced(&ObjectVolume::in_bucket());
+    for has_tail in [false, true] {
+        a_stopped_writer_is_fenced(&ObjectVolume::in_bucket(), has_tail);
+    }
 }
 
 /// Writes wait while the store does not answer, and none fails or is lost.
