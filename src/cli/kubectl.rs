@@ -28,7 +28,7 @@ Examples:
     $ kubectl cleat why data-db-0 -n prod
 
   May this node be drained?
-    $ kubectl cleat drain-check node-a && kubectl drain node-a
+    $ kubectl cleat drain-check node-a && kubectl drain node-a --ignore-daemonsets
 ";
 
 const VOLUMES_EXAMPLES: &str = "\

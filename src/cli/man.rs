@@ -181,6 +181,7 @@ volume fsck, scrub {snapshots, objects, defects: [{snapshot, range: {offset, len
 volume fsck --repair {dry_run, repairs: [{range, problem, source}], deleted: [name], deleted_objects,
            refused: [{problem, reason}], snapshots, objects, defects}
 volume snapshot list  {snapshots: [snapshot]}
+volume diff        {volume, since, size_bytes, changes: [{offset, length, content}]}; content is data or zeroes
 volume trash list  {trash: [trashed]}
 volume trash purge {removed: [trashed], failed: [{trashed's, kind, message, repair}],
                    waiting: [trashed]}
@@ -190,6 +191,14 @@ fence ls           {volume, clients: [client]}
   claim    held, released or taken; null if the volume has no record of a claim
 fence add          {volume, cut_off: [address]}
 fence clear        {volume, address, changed}
+kubectl volumes    {volumes: [{persistent_volume, claim, handle, grant, holders: [granted], waits_for,
+                   actions}]}
+  granted  {node, mode, generation, since, revoked, safe_to_mount, safe_to_detach, device}
+kubectl node       {node, state, volumes: [{persistent_volume, claim, handle, attached, holder: granted | null,
+                   fenced, pods, waits_for}]}
+kubectl why        {claim, waits, answer, action, steps: [{kind, name, state}]}
+kubectl drain-check {node, can_be_drained, moving, obstacles: [{what, reason, action}]}
+kubectl take-over  a List of a PersistentVolume and a PersistentVolumeClaim
 progress   {progress: {operation, volume, done, total}}, lines on stderr while a volume command runs
 errors     {error: {kind, message, repair, exit_code}}, on stderr";
 

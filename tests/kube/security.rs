@@ -27,8 +27,8 @@ fn granted() -> BTreeSet<Privilege> {
         for list in ["initContainers", "containers"] {
             for container in pod[list].as_array().into_iter().flatten() {
                 let place = format!("{name}/{}", container["name"].as_str().unwrap());
-                let own = of_context(pod, container).into_iter().chain(of_mounts(pod, container));
-                granted.extend(own.map(|privilege| (place.clone(), privilege)));
+                let own = [of_context, of_mounts, of_network].map(|of| of(pod, container));
+                granted.extend(own.into_iter().flatten().map(|own| (place.clone(), own)));
             }
         }
     }
@@ -81,6 +81,19 @@ fn of_mounts(pod: &Value, container: &Value) -> Vec<String> {
     mounts.filter_map(privilege).collect()
 }
 
+/// Returns the addresses of the node that a container's probes reach, and the ports of the node that it has.
+fn of_network(pod: &Value, container: &Value) -> Vec<String> {
+    let probes = ["livenessProbe", "readinessProbe", "startupProbe"].map(|name| &container[name]);
+    let hosts = probes.into_iter().filter_map(|probe| probe["httpGet"]["host"].as_str());
+    let ports = container["ports"].as_array().into_iter().flatten();
+    let of_node = ports.filter_map(|port| match pod["hostNetwork"] == true {
+        true => port["containerPort"].as_u64(),
+        false => port["hostPort"].as_u64(),
+    });
+    let hosts = hosts.map(|host| format!("probes of {host}"));
+    hosts.chain(of_node.map(|port| format!("port {port} of the node"))).collect()
+}
+
 /// Returns the rows of the table in the documentation. Each one has a reason.
 fn documented() -> BTreeSet<Privilege> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/pod.md");
@@ -118,4 +131,6 @@ fn a_container_without_restrictions_has_every_privilege() {
         json!({ "securityContext": { "capabilities": { "drop": ["ALL"], "add": ["SYS_ADMIN"] } } });
     let found = of_context(&json!({}), &context);
     assert!(found.contains(&"capability \"SYS_ADMIN\"".to_owned()), "{found:?}");
+    let ports = json!({ "ports": [{ "containerPort": 1 }] });
+    assert_eq!(of_network(&json!({ "hostNetwork": true }), &ports), ["port 1 of the node"]);
 }

@@ -251,3 +251,106 @@ fn is_bound_to(facts: &Facts<'_>, volume: &NodeVolume) -> bool {
             && required.node_selector_terms.iter().all(expressions)
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use serde::de::DeserializeOwned;
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn object<T: DeserializeOwned>(value: Value) -> T {
+        serde_json::from_value(value).expect("an object")
+    }
+
+    /// A node that is ready, with a volume that is attached and used by a pod with this owner.
+    fn facts(owner: Option<&str>) -> Facts<'static> {
+        let owners = owner
+            .map(|kind| json!([{ "apiVersion": "v1", "kind": kind, "name": "o", "uid": "u" }]));
+        Facts {
+            driver: "cleat.csi.storage",
+            now: Time(1000),
+            name: "a".to_owned(),
+            node: Some(object(json!({
+                "metadata": { "name": "a" },
+                "status": { "conditions": [{ "type": "Ready", "status": "True" }] },
+            }))),
+            volumes: vec![object(json!({
+                "metadata": { "name": "pv" },
+                "spec": {
+                    "claimRef": { "namespace": "n", "name": "c" },
+                    "csi": { "driver": "cleat.csi.storage", "volumeHandle": "rbd/x/y" },
+                },
+            }))],
+            grants: Vec::new(),
+            attachments: vec![object(json!({
+                "metadata": { "name": "va" },
+                "spec": { "attacher": "cleat.csi.storage", "nodeName": "a", "source": { "persistentVolumeName": "pv" } },
+            }))],
+            pods: vec![object(json!({
+                "metadata": { "name": "p", "namespace": "n", "ownerReferences": owners },
+                "spec": {
+                    "containers": [],
+                    "volumes": [{ "name": "v", "persistentVolumeClaim": { "claimName": "c" } }],
+                },
+            }))],
+        }
+    }
+
+    fn reasons(facts: &Facts<'_>) -> Vec<String> {
+        let check = drain_check(facts).expect("there is the node");
+        assert_eq!(check.can_be_drained, check.obstacles.is_empty());
+        assert_eq!(check.moving, usize::from(check.can_be_drained));
+        check.obstacles.into_iter().map(|obstacle| obstacle.reason).collect()
+    }
+
+    #[test]
+    fn a_node_whose_pods_are_created_again_elsewhere_can_be_drained() {
+        assert_eq!(reasons(&facts(Some("StatefulSet"))), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_pod_that_stays_or_is_lost_is_in_the_way_of_a_drain() {
+        for (owner, reason) in [
+            (None, "nothing creates it again"),
+            (Some("DaemonSet"), "a drain leaves the pods of a DaemonSet"),
+            (Some("Node"), "a drain leaves static pods"),
+        ] {
+            let found = reasons(&facts(owner));
+            assert!(found.len() == 1 && found[0].contains(reason), "{found:?}");
+            let mut ended = facts(owner);
+            ended.pods[0].status = Some(object(json!({ "phase": "Succeeded" })));
+            assert_eq!(reasons(&ended), Vec::<String>::new());
+        }
+    }
+
+    #[test]
+    fn a_volume_of_one_node_is_in_the_way_of_its_drain() {
+        let bound = |node: &str| {
+            let mut facts = facts(Some("StatefulSet"));
+            let expression =
+                json!({ "key": "topology.cleat/node", "operator": "In", "values": [node] });
+            let terms = json!({ "required": { "nodeSelectorTerms": [{ "matchExpressions": [expression] }] } });
+            let spec = facts.volumes[0].spec.as_mut().expect("a spec");
+            spec.node_affinity = Some(object(terms));
+            reasons(&facts)
+        };
+        assert!(bound("a")[0].contains("its data is on this node only"));
+        assert_eq!(bound("b"), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_node_that_is_not_ready_or_not_there_cannot_be_drained() {
+        let mut silent = facts(None);
+        silent.pods.clear();
+        silent.attachments.clear();
+        silent.node = Some(object(json!({
+            "metadata": { "name": "a" },
+            "status": { "conditions": [{ "type": "Ready", "status": "Unknown", "lastTransitionTime": "1970-01-01T00:10:00Z" }] },
+        })));
+        let found = drain_check(&silent).expect("there is the node").obstacles;
+        assert!(found[0].reason.contains("not ready"), "{found:?}");
+        silent.node = None;
+        assert_eq!(drain_check(&silent).expect_err("nothing names it").kind(), ErrorKind::NotFound);
+    }
+}
