@@ -20,7 +20,7 @@ RELEASE = $(TARGET)/release/cleat
 CARGO_TEST = $(CARGO) test --locked --workspace --features cleat/fault
 
 # What `make test` runs in parallel, the longest first. Each is a make target of its own.
-SUITES = system conformance kube ffi export crates
+SUITES = system conformance kube crates ffi export
 # How many of them run at a time. Most tests wait more than they compute.
 JOBS ?= 3
 # The suites `system`, `kube`, `export`, `device` and `fail-over` run one test with `make system TEST=NAME`.
