@@ -6,6 +6,8 @@
 
 pub(crate) mod decision;
 pub(crate) mod record;
+#[cfg(test)]
+mod round_trips;
 
 use cleat_backend::claimant::Claimant;
 use cleat_core::clock::Clock;
