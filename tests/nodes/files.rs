@@ -6,13 +6,13 @@ use crate::cluster::{CLAIM, Cluster, FILES, POD, claim_of, pod, run, wait};
 use crate::life;
 
 /// Lists what volumes leave on a node: devices in use, mounts, directories of kubelet, files. kubelet itself never removes
-/// the two directories that have those of raw devices.
+/// the two directories that have those of raw devices, and the daemon keeps the empty directories of its snapshots.
 const LEFT: &str = "
     cat /sys/block/nbd*/pid 2>/dev/null
     grep -E '^/dev/nbd|kubernetes.io~csi|/globalmount' /proc/mounts
     find /var/lib/kubelet/plugins/kubernetes.io/csi -mindepth 2 2>/dev/null | grep -vE 'volumeDevices/(staging|publish)$'
     find /var/lib/kubelet/pods -path '*kubernetes.io~csi/*' 2>/dev/null
-    find /var/lib/cleat/volumes -mindepth 1
+    find /var/lib/cleat/volumes -type f
     true";
 
 /// Waits until nothing is left of volumes, in the cluster and on the node.
