@@ -170,9 +170,9 @@ async fn live(player: &Player<'_>, life: &Life, boot: u64, end: End, to_the_end:
 fn gate(world: &World, end: End, slow: Option<Slow>, dice: Dice) -> simulation::Gate {
     let (calls, alike) = (AtomicU64::new(0), AtomicU64::new(0));
     let dice = std::sync::Mutex::new(dice);
-    let world = world.clone();
+    let (world, waiting) = (world.clone(), world.clone());
     let moment = move |crashes: bool, delay: Duration, hangs: bool| -> simulation::Delay {
-        let world = world.clone();
+        let world = waiting.clone();
         Box::pin(async move {
             if !delay.is_zero() {
                 sleep(delay).await;
@@ -198,6 +198,9 @@ fn gate(world: &World, end: End, slow: Option<Slow>, dice: Dice) -> simulation::
         let same = slow.filter(|slow| what.starts_with(slow.what));
         let meant = same.filter(|slow| slow.nth == alike.fetch_add(1, Ordering::Relaxed));
         let before = meant.map_or(delay, |slow| slow.time);
+        if meant.is_some() && what == "a call that blocks: a copy of a record" {
+            world.runtime_directory_is_slow();
+        }
         (
             moment(end == End::AtCall(nth, false), before, what == "a call that blocks: a record"),
             moment(end == End::AtCall(nth, true), delay, false),

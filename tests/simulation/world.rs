@@ -82,7 +82,7 @@ pub(crate) struct State {
     pub(crate) state_disk: StateDisk,
     /// Whether the runtime directory takes no copies of records.
     pub(crate) runtime_full: bool,
-    /// Whether both of them have failed at some time, so that a supervisor may have lost changes in a crash.
+    /// Whether both of them have failed or were slow at the same time, so that a supervisor may have lost changes in a crash.
     pub(crate) was_unrecordable: bool,
 }
 
@@ -163,6 +163,12 @@ impl World {
         let mut state = self.state();
         (state.state_disk, state.runtime_full) = (disk, runtime_full);
         state.was_unrecordable |= runtime_full && disk != StateDisk::Works;
+    }
+
+    /// Takes note that a copy of a record is not written in time.
+    pub(crate) fn runtime_directory_is_slow(&self) {
+        let mut state = self.state();
+        state.was_unrecordable |= state.state_disk != StateDisk::Works;
     }
 
     /// Records a violation of an invariant.
