@@ -222,7 +222,9 @@ fn end(view: &View<'_>, mapping: &Mapping, now: Time) -> Option<Step> {
         return None;
     }
     let timeout = mapping.ending_since.zip(view.force_after_s);
-    let is_late = timeout.is_some_and(|(since, timeout_s)| since.is_older_than(timeout_s, now));
+    // One second more, because the difference of two times in whole seconds may be almost a second too long.
+    let is_late = timeout
+        .is_some_and(|(since, timeout_s)| since.is_older_than(timeout_s.saturating_add(1), now));
     Some(if is_revoked && is_late { Step::Force } else { Step::Finish })
 }
 

@@ -23,7 +23,8 @@ const MAX_LENGTH: usize = 30;
 pub struct Time(pub u64);
 
 impl Time {
-    /// Returns whether at least `seconds` have passed at `now`. A time in the future counts as not passed.
+    /// Returns whether about `seconds` have passed at `now`: times are whole seconds, so it may be almost a second less. A
+    /// time in the future counts as not passed.
     pub fn is_older_than(self, seconds: u64, now: Self) -> bool {
         now.0.saturating_sub(self.0) >= seconds
     }

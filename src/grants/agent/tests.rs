@@ -149,7 +149,7 @@ fn a_revoked_mapping_ends_and_by_force_only_if_the_policy_says_so() {
     let mut fixture = Fixture::mapped();
     fixture.stored.grant.spec.holders[0].revoked = true;
     assert_eq!(fixture.step(), Step::Finish);
-    fixture.mapping().ending_since = Some(Time(NOW.0 - 3));
+    fixture.mapping().ending_since = Some(Time(NOW.0 - 4));
     assert_eq!(fixture.step(), Step::Finish);
     fixture.force_after_s = Some(4);
     assert_eq!(fixture.step(), Step::Finish);
