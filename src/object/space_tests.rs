@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::snapshot_tests::settle;
+use crate::snapshot_tests::{settle, take};
 use crate::store::{Pending, Store};
 use crate::tests::{Memory, block_on, create, open, with_volume, yield_once};
 use crate::volume::{Config, Failure, Volume, race};
@@ -137,6 +137,46 @@ fn copies_do_not_wait_for_a_grant_while_there_is_too_much_garbage() {
     assert!(status.copied_bytes > 2 * BUDGET, "{status:?}");
     let objects = memory.log_objects();
     assert!(objects < 2 * before + 20, "{objects} objects, {before} before: none were deleted");
+}
+
+/// Without it, the few blocks that each object keeps would keep its space as long as there is any later snapshot.
+#[test]
+fn the_space_is_limited_also_if_there_always_is_a_later_snapshot() {
+    let memory = Arc::new(Memory::default());
+    let store: Arc<dyn Store> = Arc::clone(&memory) as _;
+    create(&store, 8 << 20);
+    let config = Config { object_bytes: 64 << 10, ..Config::default() };
+    let volume = open(&store, 10, config).unwrap();
+    replace(&volume, &memory, |_| true);
+    let remove = |id| with_volume(&volume, async { volume.delete_snapshot(id).await }).unwrap();
+    let mut kept = take(&volume, "0");
+    // What a round writes keeps one block of sixteen in the next one.
+    for round in 1..16 {
+        replace(&volume, &memory, |place| place >= round);
+        let next = take(&volume, &round.to_string());
+        remove(kept);
+        kept = next;
+    }
+    settle(&volume, &memory);
+    let status = volume.status();
+    let written: u64 = (1..=16).map(|blocks| blocks * MANY / 16 * BLOCK as u64).sum();
+    assert!(written > status.live_bytes * 8);
+    // Three times the data and an object; and what the last snapshot needs besides.
+    let limit = status.live_bytes * 3 + (64 << 10) + status.live_bytes;
+    assert!(status.object_bytes < limit, "{status:?}");
+    assert!(status.copied_bytes < written / 2, "{status:?}");
+    block_on(volume.check_accounting()).unwrap();
+
+    remove(kept);
+    settle(&volume, &memory);
+    settle(&volume, &memory);
+    let status = volume.status();
+    assert!(status.space_bytes <= limits(status.live_bytes).0, "{status:?}");
+    let mut buffer = [0; BLOCK];
+    for number in 1..MANY {
+        block_on(volume.read(number * BLOCK as u64, &mut buffer)).unwrap();
+        assert_eq!(buffer, [7; BLOCK], "block {number}");
+    }
 }
 
 #[test]

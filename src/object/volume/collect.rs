@@ -20,6 +20,10 @@ use crate::name::{Name, Position};
 /// wait for the budget.
 const URGENT_PERCENT: u64 = 50;
 
+/// Objects that snapshots may need may take this many times the limit of the space. A copy of their data frees nothing
+/// before these snapshots are removed, so it adds to the space until then: at most half of what was overwritten.
+const OLDER: u64 = 2;
+
 /// What the collector does next.
 enum Work {
     Delete(Name),
@@ -44,6 +48,8 @@ struct Memory {
     /// A search for sparse objects has found none. The next one is due when the space has reached the first
     /// number, or the number of checkpoints is another one: a search looks at all objects.
     fruitless: Option<(u64, u64)>,
+    /// The number of checkpoints at which a search among the objects that snapshots may need has found none.
+    fruitless_older: Option<u64>,
 }
 
 /// A part of an object that the map refers to.
@@ -108,14 +114,19 @@ impl Shared {
                 false => Reach::Earlier,
             }));
         }
-        let weight = state.usage.free().space;
-        let spare = self.spare();
-        let may_copy = state.budget.is_open() || self.is_urgent(state);
-        if weight <= self.space_limit(state, 0) || !may_copy {
+        if !state.budget.is_open() && !self.is_urgent(state) {
             return None;
         }
+        let victims = self.newer_victims(state, memory);
+        victims.or_else(|| self.older_victims(state, memory)).map(Work::Relocate)
+    }
+
+    /// Sparse objects that no snapshot needs, if there is too much garbage in such objects.
+    fn newer_victims(&self, state: &mut State, memory: &mut Memory) -> Option<Vec<Position>> {
+        let (weight, spare) = (state.usage.free().space, self.spare());
         let count = state.checkpoints.count;
-        if memory.fruitless.is_some_and(|(space, at)| weight < space && count == at) {
+        let is_known = |(space, at)| weight < space && count == at;
+        if weight <= self.space_limit(state, 0) || memory.fruitless.is_some_and(is_known) {
             return None;
         }
         memory.done.retain(|at| state.usage.contains(*at));
@@ -131,7 +142,21 @@ impl Shared {
             }
             return None;
         }
-        Some(Work::Relocate(victims))
+        Some(victims)
+    }
+
+    /// Sparse objects that snapshots may need, if there is too much in them that the volume does not need.
+    fn older_victims(&self, state: &State, memory: &mut Memory) -> Option<Vec<Position>> {
+        let count = state.checkpoints.count;
+        if memory.fruitless_older == Some(count) {
+            return None;
+        }
+        memory.done.retain(|at| state.usage.contains(*at));
+        let percent = self.config.max_space_percent.saturating_mul(OLDER);
+        let spare = self.spare();
+        let victims = state.usage.older_victims(spare, (percent, spare), &memory.done);
+        memory.fruitless_older = victims.is_empty().then_some(count);
+        (!victims.is_empty()).then_some(victims)
     }
 
     /// The space of small volumes, for which the limit is too small. In bytes.

@@ -2,8 +2,8 @@
 //!
 //! An object never changes, and no name is used twice. So a range has the same bytes in two contents if both maps refer
 //! to the same place of the same object, or if neither refers to one. Pages of the map are objects, too: those that both
-//! contents refer to need not be read. The collector copies nothing that the newest snapshot has, so a range that was not
-//! changed since a snapshot stays at its place as long as the snapshot exists.
+//! contents refer to need not be read. A range that the collector has copied between the two has another place, although its
+//! bytes are the same.
 
 use std::ops::Range;
 

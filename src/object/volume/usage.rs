@@ -28,7 +28,7 @@ pub(super) struct Table {
     dead: BTreeMap<Position, Position>,
     pages: BTreeMap<Chunk, PageId>,
     dirty: BTreeSet<Chunk>,
-    /// Snapshots need the objects up to this slot, so relocating their data frees nothing.
+    /// Snapshots may need the objects up to this slot, so relocating their data frees nothing before these are removed.
     pinned: Option<Position>,
     /// The sums of the objects behind `pinned`, and of all.
     free: Sum,
@@ -47,6 +47,16 @@ pub(super) struct Sum {
     pub(super) bytes: u64,
     /// The part of it to which the map refers.
     pub(super) live: u64,
+}
+
+/// An object that may be relocated. The emptiest is the first in the order.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct Candidate {
+    /// The needed data, in thousandths of `weight`.
+    per_mille: u64,
+    at: Position,
+    live: u64,
+    weight: u64,
 }
 
 impl Table {
@@ -218,8 +228,9 @@ impl Table {
         dead.map(|(at, _)| *at).collect()
     }
 
-    /// The objects below `end` that are worth relocating, the emptiest first, with about `live` bytes together.
-    /// None if the copies, `capacity` bytes in each new object, would take more than 3/4 of their space.
+    /// The objects below `end` that no snapshot needs and that are worth relocating, the emptiest first, with about
+    /// `live` bytes together. None if the copies, `capacity` bytes in each new object, would take more than 3/4 of their
+    /// space.
     pub(super) fn victims(
         &self,
         end: Position,
@@ -227,20 +238,11 @@ impl Table {
         capacity: u64,
         skip: &BTreeSet<Position>,
     ) -> Vec<Position> {
-        let is_known = |at: &Position| skip.contains(at);
-        let mut found: Vec<(u64, Position, u64, u64)> = self
-            .objects
-            .range(..end)
-            .filter(|(at, object)| self.pinned < Some(**at) && object.live > 0 && !is_known(at))
-            .map(|(at, object)| {
-                let (live, weight) = (u64::from(object.live), self.weight_of(*object));
-                (live * 1000 / weight, *at, live, weight)
-            })
-            .filter(|(share, ..)| *share <= 750)
-            .collect();
-        found.sort_unstable();
+        let newer = self.objects.range(..end).filter(|(at, _)| self.pinned < Some(**at));
+        let mut found = self.sparsest_first(newer, skip);
+        found.retain(|candidate| candidate.per_mille <= 750);
         let (mut copied, mut freed, mut victims) = (0, 0, Vec::new());
-        for (_, at, bytes, weight) in found {
+        for Candidate { at, live: bytes, weight, .. } in found {
             if copied >= live {
                 break;
             }
@@ -253,6 +255,49 @@ impl Table {
             true => victims,
             false => Vec::new(),
         }
+    }
+
+    /// The objects that snapshots may need and that are worth relocating, the emptiest first, with about `live` bytes
+    /// together. None if all that have data of the volume take at most `percent` percent of that data, and `spare`.
+    /// Their space is free when the last snapshot is removed that is older than the copies.
+    pub(super) fn older_victims(
+        &self,
+        live: u64,
+        (percent, spare): (u64, u64),
+        skip: &BTreeSet<Position>,
+    ) -> Vec<Position> {
+        let Some(pinned) = self.pinned else { return Vec::new() };
+        let found = self.sparsest_first(self.objects.range(..=pinned), skip);
+        let mut space: u64 = found.iter().map(|candidate| candidate.weight).sum();
+        let mut needed: u64 = found.iter().map(|candidate| candidate.live).sum();
+        let (mut copied, mut victims) = (0, Vec::new());
+        for candidate in found {
+            if copied >= live || space <= (needed / 100).saturating_mul(percent) + spare {
+                break;
+            }
+            copied += candidate.live;
+            space -= candidate.weight;
+            needed -= candidate.live;
+            victims.push(candidate.at);
+        }
+        victims
+    }
+
+    /// Those of `objects` to which the map refers, without those in `skip`.
+    fn sparsest_first<'a>(
+        &self,
+        objects: impl Iterator<Item = (&'a Position, &'a Object)>,
+        skip: &BTreeSet<Position>,
+    ) -> Vec<Candidate> {
+        let sparse = objects.filter(|(at, object)| object.live > 0 && !skip.contains(at));
+        let mut found: Vec<Candidate> = sparse
+            .map(|(at, object)| {
+                let (live, weight) = (u64::from(object.live), self.weight_of(*object));
+                Candidate { per_mille: live * 1000 / weight, at: *at, live, weight }
+            })
+            .collect();
+        found.sort_unstable();
+        found
     }
 
     /// Removes objects.
