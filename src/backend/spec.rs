@@ -299,6 +299,9 @@ pub struct OpenOptions {
     pub tail_file: Option<Arc<OwnedFd>>,
     /// The cache of [`VolumeSpec::cache`].
     pub cache: CacheFiles,
+    /// Only claim the volume, which ends what earlier processes have in progress; the image is never served. A backend
+    /// whose volumes take no longer to open than to claim ignores it.
+    pub claim_only: bool,
 }
 
 /// The local cache that a volume can use.

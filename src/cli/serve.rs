@@ -10,7 +10,7 @@ use super::set::PolicyArgs;
 use super::{Globals, output};
 use cleat_backend::claimant::Claimant;
 use cleat_backend::uri::VolumeUri;
-use cleat_backend::{CacheFiles, Confinement, CredentialSet, OpenOptions};
+use cleat_backend::{Confinement, OpenOptions};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::policy::{self, Policy};
 use cleat_export::serve::{self, Address, ServeOptions};
@@ -108,12 +108,7 @@ pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
                 grant: Some(0),
                 ..Claimant::alone(&config.node_name, args.take_over)?
             },
-            snapshots: false,
-            sync_failed: false,
-            credentials: CredentialSet::default(),
-            expected: None,
-            tail_file: None,
-            cache: CacheFiles::default(),
+            ..OpenOptions::default()
         },
         connections: usize::from(args.connections),
         export_name: args.export_name,

@@ -54,6 +54,7 @@ pub(crate) fn start_message(cx: &Context, record: &Record, successor: bool) -> S
         tail_bytes: tail_bytes(cx, record),
         cache_files: 0,
         cache_file_bytes: 0,
+        claim_only: false,
     }
 }
 

@@ -98,7 +98,11 @@ impl ObjectImage {
             wait(&image.shared.name, after(CALL_TIMEOUT), opened)?;
             return Ok(image);
         }
-        match image.serve(place, Purpose::Open) {
+        let claimed = match options.claim_only {
+            true => image.end_earlier(&place),
+            false => image.serve(place, Purpose::Open),
+        };
+        match claimed {
             // The device stays, and all its requests fail.
             Err(_) if image.shared.is_fenced() && image.claimant.resumes => Ok(image),
             other => other.map(|()| image),
@@ -127,10 +131,16 @@ impl ObjectImage {
         let store = Arc::new(Watched::new(connection.store(&spec.name)?, Arc::new(SystemClock)));
         let name = spec.shown();
         let dynamic: Arc<dyn Store> = Arc::<Watched>::clone(&store);
-        let key = spec.home.key(&options.credentials)?;
-        let found = parents::find(&*connection, dynamic, nonce()?, key.as_ref());
-        let place = wait(&name, after(CALL_TIMEOUT), found)?;
-        place.check_key().map_err(|failure| failed(&name, failure))?;
+        let (key, deadline) = (spec.home.key(&options.credentials)?, after(CALL_TIMEOUT));
+        // A claim needs neither the parents nor the key.
+        let place = if options.claim_only {
+            wait(&name, deadline, Place::find_alone(dynamic, nonce()?))?
+        } else {
+            let found = parents::find(&*connection, dynamic, nonce()?, key.as_ref());
+            let place = wait(&name, deadline, found)?;
+            place.check_key().map_err(|failure| failed(&name, failure))?;
+            place
+        };
         let cache: Option<Arc<dyn Cache>> = match options.cache.files.is_empty() {
             true => None,
             false => Some(Arc::new(FileCache::open(&options.cache)?)),
@@ -180,6 +190,16 @@ impl ObjectImage {
         self.connection.tidy(&self.spec.name);
         *self.serving() = Some(serving);
         Ok(())
+    }
+
+    /// Claims the volume, ends every earlier writer, and releases the claim. What such writers have left in the tail
+    /// file is given up.
+    fn end_earlier(&self, place: &Place) -> Result<()> {
+        let epoch = serving::acquire(place, &self.claimant, Purpose::Open, &self.shared)?;
+        wait(&self.shared.name, after(CALL_TIMEOUT), async {
+            place.end_earlier(epoch).await?;
+            place.release(epoch).await
+        })
     }
 
     /// Finds the volume again, to claim it with a new identity.

@@ -210,6 +210,10 @@ pub struct Start {
     /// The maximum length of each of them in bytes.
     #[serde(default = "earlier_cache_file_bytes")]
     pub cache_file_bytes: u64,
+    /// Whether the worker only claims the volume and releases the claim when it is stopped, see
+    /// `backend::OpenOptions`. A worker of an older build opens the volume for that.
+    #[serde(default)]
+    pub claim_only: bool,
 }
 
 /// Returns the length that files of a cache have for a supervisor that does not say it.

@@ -229,6 +229,7 @@ fn options(start: &Start, credentials: CredentialSet) -> OpenOptions {
         expected: start.expected.clone(),
         tail_file: None,
         cache: CacheFiles::default(),
+        claim_only: start.claim_only,
     }
 }
 

@@ -94,6 +94,7 @@ on_each! {
     a_second_writer_is_refused_and_a_reader_is_not
     a_writer_that_lost_the_volume_stays_fenced
     a_client_is_fenced_without_opening_the_volume
+    a_claim_alone_ends_the_earlier_worker_of_a_mapping
     extents_report_what_was_written
     volumes_are_managed_in_their_store
     snapshots_and_clones_keep_what_they_had
@@ -190,6 +191,30 @@ fn a_client_is_fenced_without_opening_the_volume(store: &Store) {
     // The volume is free for any node, and has what was acknowledged.
     let next = open(&uri, as_client(claimant("two", "b")));
     assert!(next.client().read(0, 4096) == pattern(2, 4096));
+}
+
+fn a_claim_alone_ends_the_earlier_worker_of_a_mapping(store: &Store) {
+    let uri = make_objects(&store.uri, 8 * MIB);
+    let earlier = open(&uri, as_client(claimant("one", "a")));
+    earlier.client().one(write(0, &pattern(1, 4096)));
+    let volume = REGISTRY.volume(&uri).unwrap();
+    let claim = |claimant| OpenOptions { claim_only: true, ..as_client(claimant) };
+    let other = claim(claimant("two", "b"));
+    assert_eq!(refused(&uri, &other).kind(), ErrorKind::InUse);
+    earlier.client().one(write(0, &pattern(2, 4096)));
+    let resumes = Claimant { resumes: true, ..claimant("one", "a") };
+    assert!(volume.open(&claim(resumes)).unwrap().close(), "the claim is released");
+    assert_eq!(earlier.client().try_one(write(0, &pattern(3, 4096))), Err(IoError::Fenced));
+    if let Some(directory) = uri.strip_prefix("dir:") {
+        let log = std::fs::read_dir(std::path::Path::new(directory).join("objects/log")).unwrap();
+        assert_eq!(log.count(), 1, "the second epoch has no log: it was not opened");
+    }
+    let next = open(&uri, as_client(claimant("two", "b")));
+    assert!(next.client().read(0, 4096) == pattern(2, 4096));
+    // A mapping that has lost the volume has nothing to end.
+    let resumes = Claimant { resumes: true, ..claimant("one", "a") };
+    drop(volume.open(&claim(resumes)).unwrap());
+    next.client().one(write(0, &pattern(4, 4096)));
 }
 
 fn extents_report_what_was_written(store: &Store) {

@@ -57,6 +57,7 @@ pub fn start_message(uri: &str) -> Start {
         tail_bytes: 0,
         cache_files: 0,
         cache_file_bytes: 0,
+        claim_only: false,
     }
 }
 

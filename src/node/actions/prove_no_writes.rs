@@ -9,7 +9,7 @@ use crate::context::Context;
 use crate::credentials::open_credentials;
 use crate::holders::or_by_force;
 use crate::mapping::Guard;
-use crate::planner::Record;
+use crate::planner::{Intent, Record};
 use crate::records::store;
 use crate::unlock;
 use crate::worker_start::start_message;
@@ -146,7 +146,8 @@ fn claim_outlives_process(cx: &Context, record: &Record) -> bool {
     volume.map_or(true, |volume| volume.spec().claim_outlives_process())
 }
 
-/// Starts a worker that opens the volume and takes the claim, and stops it again, which releases the claim.
+/// Starts a worker that takes the claim, and stops it again, which releases the claim. It opens the volume as well, unless
+/// the unmap is forced.
 async fn claim_once(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
     let uri = unlock::without_content_key(cx.registry, &guard.record.uri);
     // A missing volume is a proof (`NotFound`); a missing file is not.
@@ -160,7 +161,9 @@ async fn claim_once(cx: &Context, guard: &mut Guard, deadline: Instant) -> Resul
     // A journal that does not answer says nothing about the claim.
     store(cx, guard).await.map_err(|error| Error::new(ErrorKind::Unavailable, error.report()))?;
     let start = start_message(cx, &guard.record, false);
-    let start = Start { uri, credentials: credentials.paths, ..start };
+    // To open a volume may take long: it may continue with what earlier workers have left. A forced unmap gives that up.
+    let claim_only = matches!(guard.record.intent, Intent::Forced(_));
+    let start = Start { uri, credentials: credentials.paths, claim_only, ..start };
     let starting = cx.workers.start(launched, start, None, credentials.descriptors, deadline);
     let started = timeout_at(deadline, starting);
     let late = |_| Error::new(ErrorKind::TimedOut, "opening the volume timed out");

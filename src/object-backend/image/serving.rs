@@ -47,22 +47,7 @@ impl Serving {
         store: &Arc<Watched>,
     ) -> Result<Self> {
         let (name, deadline) = (&*shared.name, after(CALL_TIMEOUT));
-        let attempt = Attempt {
-            place: &place,
-            name,
-            claimant,
-            purpose,
-            usage: Use::Serve,
-            only: None,
-            clock: &SystemClock,
-        };
-        let acquired = block_until(deadline, attempt.acquire());
-        let acquired = acquired.unwrap_or_else(|| Err(no_answer(name)));
-        let epoch = acquired?.map_err(|lost| {
-            shared.set_fenced();
-            let message = format!("another client may have written to {name}: {lost}");
-            Error::new(ErrorKind::Fenced, message)
-        })?;
+        let epoch = acquire(&place, claimant, purpose, shared)?;
         let mut config =
             Config { max_copies: Grants::max(shared.collector.rate), ..Config::default() };
         if let Some(percent) = shared.collector.max_space {
@@ -120,6 +105,27 @@ impl Serving {
             self.volume.pause().await
         })
     }
+}
+
+/// Claims the volume for this mapping, and returns its epoch. Blocks for at most [`CALL_TIMEOUT`].
+///
+/// # Errors
+/// Returns `Fenced` if the mapping has lost the volume, `InUse` if another client has a claim, and otherwise the error of
+/// the store.
+pub(crate) fn acquire(
+    place: &Place,
+    claimant: &Claimant,
+    purpose: Purpose,
+    shared: &Shared,
+) -> Result<u64> {
+    let (name, usage, clock) = (&*shared.name, Use::Serve, &SystemClock);
+    let attempt = Attempt { place, name, claimant, purpose, usage, only: None, clock };
+    let acquired = block_until(after(CALL_TIMEOUT), attempt.acquire());
+    acquired.unwrap_or_else(|| Err(no_answer(name)))?.map_err(|lost| {
+        shared.set_fenced();
+        let message = format!("another client may have written to {name}: {lost}");
+        Error::new(ErrorKind::Fenced, message)
+    })
 }
 
 /// Works in the background until the volume fails.

@@ -60,6 +60,7 @@ fn start() -> Start {
         tail_bytes: 0,
         cache_files: 0,
         cache_file_bytes: 0,
+        claim_only: false,
     }
 }
 
