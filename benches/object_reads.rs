@@ -27,8 +27,14 @@ use test_kit::worker::{Worker, start_message};
 
 #[path = "common/engine.rs"]
 mod engine;
+#[path = "common/random.rs"]
+mod random;
+#[path = "common/reads.rs"]
+mod reads;
 
-use engine::{Random, block_on};
+use engine::block_on;
+use random::Random;
+use reads::{answer, read_in_order};
 
 const MIB: u64 = 1 << 20;
 const BLOCK: u64 = 4096;
@@ -131,27 +137,9 @@ fn gets(objects: &Path, depth: u64) -> f64 {
     bytes as f64 / MIB as f64 / began.elapsed().as_secs_f64()
 }
 
-/// Takes the next answer and its data.
-fn answer(mut socket: &UnixStream, data: &mut [u8]) {
-    assert_eq!(nbd::reply(socket).1, 0);
-    std::io::Read::read_exact(&mut socket, data).unwrap();
-}
-
 fn sequential(uri: &str, depth: u64) -> f64 {
     let (worker, sockets) = start(uri, &[]);
-    let socket = &sockets[0];
-    let count = SIZE / MIB;
-    let mut data = vec![0; MIB as usize];
-    let send = |number: u64| nbd::send(socket, nbd::READ, number, number * MIB, MIB as u32, &[]);
-    let began = Instant::now();
-    (0..depth).for_each(send);
-    for number in 0..count {
-        answer(socket, &mut data);
-        if number + depth < count {
-            send(number + depth);
-        }
-    }
-    let rate = count as f64 / began.elapsed().as_secs_f64();
+    let rate = read_in_order(&sockets[0], SIZE / MIB, depth);
     stop(worker);
     rate
 }

@@ -28,8 +28,11 @@ use cleat_object::volume::{Config, NewClone, Place, Volume};
 
 #[path = "common/engine.rs"]
 mod engine;
+#[path = "common/random.rs"]
+mod random;
 
-use engine::{Random, block_on};
+use engine::block_on;
+use random::Random;
 
 const SIZE: u64 = 16 << 30;
 const BLOCK: u64 = 4096;

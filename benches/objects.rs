@@ -21,13 +21,11 @@ use std::fs::{self, File};
 use std::future::poll_fn;
 use std::io::{self, IoSlice};
 use std::ops::ControlFlow;
-use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
-use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::pin::pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use cleat::backends::REGISTRY;
@@ -40,33 +38,21 @@ use cleat_object::store::directory::Directory;
 use cleat_object::store::{Store, StoreError};
 use cleat_object::tail_memory::Memory;
 use cleat_object::volume::{Config, Keep, Parents, Place, Volume};
-use cleat_worker::protocol::{FromWorker, Start, ToWorker};
+use cleat_worker::protocol::ToWorker;
 use nix::sys::uio::pwritev;
-use test_kit::nbd::kernel as nbd;
-use test_kit::worker::{Worker, start_message};
 
-const SIZE: u64 = 1 << 30;
-const BLOCK: u64 = 4096;
+#[path = "common/engine.rs"]
+mod engine;
+#[path = "common/objects.rs"]
+mod objects;
+#[path = "common/random.rs"]
+mod random;
+
+use engine::block_on;
+use objects::{BLOCK, SIZE, fill, load, noise, offset, start, tail_file};
+use random::Random;
+
 const DEPTHS: [u64; 4] = [1, 8, 32, 128];
-const SECONDS: u64 = 5;
-/// The cookie of a flush.
-const FLUSH: u64 = u64::MAX;
-
-/// Random numbers (xorshift).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    fn offset(&mut self) -> u64 {
-        self.next() % (SIZE / BLOCK) * BLOCK
-    }
-}
 
 fn main() {
     if std::env::args().any(|argument| argument == "packing") {
@@ -97,13 +83,6 @@ fn main() {
     }
 }
 
-/// Returns the file of a mapping in memory.
-fn tail_file(bytes: u64) -> File {
-    let file = tempfile::tempfile_in("/dev/shm").unwrap();
-    file.set_len(bytes).unwrap();
-    file
-}
-
 /// Writes a volume from its begin to its end, in three rounds.
 fn sequential(store: &StoreUri, directory: &Path) {
     for round in 0..3 {
@@ -125,25 +104,6 @@ fn sequential(store: &StoreUri, directory: &Path) {
             store.connect().unwrap().remove(&name, Removal::Now, on).unwrap();
         }
     }
-}
-
-/// Writes 512 MiB, and flushes. Returns MiB per second.
-fn fill(socket: &UnixStream) -> f64 {
-    let (count, data) = (512, noise());
-    let send = |number: u64| {
-        let at = (number << 12) as usize;
-        nbd::send(socket, nbd::WRITE, number, number << 20, 1 << 20, &data[at..at + (1 << 20)]);
-    };
-    let began = Instant::now();
-    (0..4).for_each(send);
-    for number in 4..count + 4 {
-        assert_eq!(nbd::reply(socket).1, 0);
-        if number < count {
-            send(number);
-        }
-    }
-    assert_eq!(nbd::simple(socket, nbd::FLUSH, 0, 0), 0);
-    count as f64 / began.elapsed().as_secs_f64()
 }
 
 /// Puts 512 MiB in objects of 8 MiB. Returns MiB per second.
@@ -168,55 +128,10 @@ fn puts(directory: &Path) -> f64 {
     rate
 }
 
-/// Starts a worker process with a volume. Returns it with its socket and its tail file.
-fn start(uri: &str, has_tail: bool) -> (Worker, Vec<UnixStream>, File) {
-    let tail_bytes = if has_tail { REGISTRY.volume(uri).unwrap().spec().tail_bytes() } else { 0 };
-    let mut worker = Worker::launch();
-    let start = Start { tail_bytes, ..start_message(uri) };
-    let tail = tail_file(tail_bytes.max(1));
-    let descriptors = if has_tail { vec![tail.as_fd()] } else { Vec::new() };
-    worker.send_start_with(&start, &descriptors);
-    assert!(matches!(worker.receive(), FromWorker::Ready(_)));
-    let sockets = worker.serve(1);
-    (worker, sockets, tail)
-}
-
 /// Loads a worker process.
 fn worker(uri: &str, has_tail: bool, depth: u64) -> String {
     let (_worker, sockets, _tail) = start(uri, has_tail);
     load(&sockets[0], depth)
-}
-
-fn load(socket: &UnixStream, depth: u64) -> String {
-    let mut random = Random(0x9e37_79b9_7f4a_7c15);
-    let mut data = vec![7; BLOCK as usize];
-    let began = Instant::now();
-    let mut send = |cookie: u64| {
-        data[..8].copy_from_slice(&random.next().to_le_bytes());
-        nbd::send(socket, nbd::WRITE, cookie, random.offset(), BLOCK as u32, &data);
-    };
-    (0..depth).for_each(&mut send);
-    let (mut writes, mut flushes, mut longest) = (0_u64, 0_u64, Duration::ZERO);
-    let (mut flushed_at, mut flush_since) = (began, None);
-    while began.elapsed() < Duration::from_secs(SECONDS) {
-        let (cookie, error) = nbd::reply(socket);
-        assert_eq!(error, 0);
-        if cookie == FLUSH {
-            let since: Instant = flush_since.take().unwrap();
-            longest = longest.max(since.elapsed());
-            flushes += 1;
-        } else {
-            writes += 1;
-            send(cookie);
-        }
-        if flush_since.is_none() && flushed_at.elapsed() >= Duration::from_secs(1) {
-            flushed_at = Instant::now();
-            flush_since = Some(flushed_at);
-            nbd::send(socket, nbd::FLUSH, FLUSH, 0, 0, &[]);
-        }
-    }
-    let rate = writes as f64 / began.elapsed().as_secs_f64();
-    format!("{rate:.0} writes/s, {flushes} flushes, the longest in {longest:.0?}")
 }
 
 /// Memory of the process itself: nothing is written.
@@ -255,16 +170,6 @@ impl Memory for Shared {
     }
 }
 
-fn block_on<T>(future: impl Future<Output = T>) -> T {
-    let mut future = pin!(future);
-    loop {
-        match future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
-            Poll::Ready(result) => return result,
-            Poll::Pending => std::thread::yield_now(),
-        }
-    }
-}
-
 /// Returns the time of a write in µs: 20 MiB in blocks of 4 KiB, without an upload.
 fn engine(is_file: bool) -> f64 {
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
@@ -284,7 +189,7 @@ fn engine(is_file: bool) -> f64 {
     let (data, writes) = ([7; BLOCK as usize], (20 << 20) / BLOCK);
     let began = Instant::now();
     for _ in 0..writes {
-        block_on(volume.write(random.offset(), &data)).unwrap();
+        block_on(volume.write(offset(&mut random), &data)).unwrap();
     }
     began.elapsed().as_secs_f64() * 1e6 / writes as f64
 }
@@ -347,11 +252,6 @@ fn text() -> Vec<u8> {
         text.push_str(&format!(" id={:x}\n", random.next() >> 32));
     }
     text.into_bytes()
-}
-
-fn noise() -> Vec<u8> {
-    let mut random = Random(98);
-    (0..1 << 20).flat_map(|_| random.next().to_le_bytes()).collect()
 }
 
 /// Writes and reads blocks one after the other, on one thread. Returns the rates in processor time, and the stored bytes.
@@ -425,9 +325,12 @@ fn beside<T>(volume: &Volume, work: impl Future<Output = T>) -> T {
 
 async fn yield_once() {
     let mut is_second = false;
-    poll_fn(|_| match std::mem::replace(&mut is_second, true) {
-        true => Poll::Ready(()),
-        false => Poll::Pending,
+    poll_fn(|context| {
+        if std::mem::replace(&mut is_second, true) {
+            return Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
     })
     .await;
 }
