@@ -106,7 +106,7 @@ impl Default for Config {
             tail_slots: 256,
             puts_in_flight: 4,
             map_bytes: 64 << 20,
-            read_ahead_bytes: 16 << 20,
+            read_ahead_bytes: 32 << 20,
             checkpoint_slots: 256,
             sweep_checkpoints: 64,
             max_space_percent: 150,

@@ -18,8 +18,12 @@ const MIN_SEQUENTIAL_BYTES: u64 = if cfg!(test) { 512 } else { 256 << 10 };
 /// How far requests of one stream may overtake each other, in bytes.
 const SLACK_BYTES: u64 = 1 << 20;
 
-/// The bytes of one step.
+/// The bytes of the first step. Later ones are longer, because a store may need several times as long for eight reads of
+/// 1 MiB as for one of 8 MiB: Ceph's radosgw reads the first 4 MiB of an object for each.
 const STEP_BYTES: u64 = if cfg!(test) { 8 << 10 } else { 1 << 20 };
+
+/// The length of the longest step, in first steps.
+const MAX_STEPS: u64 = 8;
 
 /// What the memory has of an extent.
 #[derive(Debug, Clone)]
@@ -109,7 +113,7 @@ impl ReadAhead {
         let max_bytes = self.max_bytes;
         let wanting = |stream: &&mut Stream| stream.wants(max_bytes) && stream.ahead < size;
         let newest = self.streams.iter_mut().filter(wanting).max_by_key(|stream| stream.tick)?;
-        let range = newest.ahead..size.min(newest.ahead + STEP_BYTES);
+        let range = newest.ahead..size.min(newest.ahead + newest.step());
         newest.ahead = range.end;
         Some(range)
     }
@@ -165,9 +169,15 @@ impl ReadAhead {
 }
 
 impl Stream {
-    /// Whether another step is to be read ahead: up to four times of what was read already, and half of the memory.
+    /// Whether another step is to be read ahead: up to four times of what was read already, and three quarters of the
+    /// memory.
     fn wants(&self, max_bytes: u64) -> bool {
-        let window = self.length.saturating_mul(4).min(max_bytes / 2);
-        self.length >= MIN_SEQUENTIAL_BYTES && self.ahead + STEP_BYTES <= self.end + window
+        let window = self.length.saturating_mul(4).min(max_bytes / 4 * 3);
+        self.length >= MIN_SEQUENTIAL_BYTES && self.ahead + self.step() <= self.end + window
+    }
+
+    /// The bytes of the next step.
+    fn step(&self) -> u64 {
+        (self.length / STEP_BYTES).clamp(1, MAX_STEPS) * STEP_BYTES
     }
 }

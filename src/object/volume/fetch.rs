@@ -14,6 +14,18 @@ use crate::codec::Entry;
 /// The reads of objects that one request has in flight.
 pub(super) const READS_IN_FLIGHT: usize = 16;
 
+/// How extents are read.
+#[derive(Clone, Copy)]
+pub(super) struct Reads {
+    /// The maximum length of one read in bytes.
+    pub(super) max_bytes: u64,
+    /// The reads that are in flight at the same time.
+    pub(super) in_flight: usize,
+}
+
+/// Those of a request.
+pub(super) const OF_REQUEST: Reads = Reads { max_bytes: 1 << 20, in_flight: READS_IN_FLIGHT };
+
 /// An extent that a request needs.
 pub(super) trait Need: Send {
     /// An entry of the extent.
@@ -39,15 +51,15 @@ impl Shared {
     ///
     /// # Errors
     /// Returns the first failure. Some of the extents may have been taken.
-    pub(super) async fn fetch<N: Need>(&self, needs: Vec<N>) -> Result<(), Failure> {
+    pub(super) async fn fetch<N: Need>(&self, needs: Vec<N>, reads: Reads) -> Result<(), Failure> {
         let rest = match self.access.has_cache() {
             true => self.fetch_cached(needs).await?,
             false => needs,
         };
         let rest = rest.into_iter().map(|need| (self.access.stored(need.entry()), need));
-        let runs = runs(rest).into_iter();
+        let runs = runs(rest, reads.max_bytes).into_iter();
         let runs = runs.map(|run| -> Part<'_, _> { Box::pin(self.fetch_run(run)) });
-        all(runs, READS_IN_FLIGHT).await.map(drop)
+        all(runs, reads.in_flight).await.map(drop)
     }
 
     /// Takes what the cache has, and returns the rest.
@@ -97,10 +109,10 @@ impl Shared {
 }
 
 /// Joins extents that are near each other in the same object.
-fn runs<N>(needs: impl Iterator<Item = (Stored, N)>) -> Vec<Run<N>> {
+fn runs<N>(needs: impl Iterator<Item = (Stored, N)>, max_bytes: u64) -> Vec<Run<N>> {
     let mut runs: Vec<Run<N>> = Vec::new();
     for (stored, need) in needs {
-        match runs.last_mut().filter(|run| stored.continues(&run.first, &run.last)) {
+        match runs.last_mut().filter(|run| stored.continues(&run.first, &run.last, max_bytes)) {
             Some(run) => {
                 run.needs.push((stored, need));
                 if stored.end() > run.last.end() {

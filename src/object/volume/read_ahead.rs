@@ -5,13 +5,16 @@ use std::ops::Range;
 
 use super::access::Failure;
 use super::ahead::Loaded;
-use super::fetch::Need;
+use super::fetch::{Need, Reads};
 use super::shared::{Shared, State};
 use super::stored::Stored;
 use crate::codec::Entry;
 
 /// The steps that are in progress at the same time.
-pub(super) const STEPS: usize = 4;
+pub(super) const STEPS: usize = 3;
+
+/// The reads of a step, which mostly has parts of two objects.
+const OF_STEP: Reads = Reads { max_bytes: 8 << 20, in_flight: 2 };
 
 /// An extent that is read ahead. If it is dropped before it has the content, requests no longer wait for it.
 struct Running<'a> {
@@ -105,6 +108,6 @@ impl Shared {
                 needs.push(Running { shared: self, entry, base });
             }
         }
-        self.fetch(needs).await
+        self.fetch(needs, OF_STEP).await
     }
 }

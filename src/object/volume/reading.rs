@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::access::Failure;
 use super::ahead::Loaded;
-use super::fetch::{Need, READS_IN_FLIGHT};
+use super::fetch::{Need, OF_REQUEST, READS_IN_FLIGHT};
 use super::shared::Shared;
 use super::stored::Stored;
 use super::tasks::{Part, all};
@@ -151,7 +151,7 @@ impl Shared {
                 None => others.push(wanted),
             }
         }
-        self.fetch(others).await?;
+        self.fetch(others, OF_REQUEST).await?;
         let mut others = Vec::new();
         for (stored, wanted) in loading {
             match self.loaded(&stored).await? {
@@ -159,7 +159,7 @@ impl Shared {
                 None => others.push(wanted),
             }
         }
-        self.fetch(others).await
+        self.fetch(others, OF_REQUEST).await
     }
 
     /// Returns an extent that was read ahead, or is being read. `last` is the last part of it that a request needs: with

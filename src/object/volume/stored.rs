@@ -7,9 +7,6 @@ use crate::name::{Name, Position, VolumeId};
 /// The bytes between two extents that are read in vain to save a read.
 const MAX_GAP_BYTES: u64 = 64 << 10;
 
-/// The maximum length of one read in bytes.
-const MAX_RUN_BYTES: u64 = 1 << 20;
-
 /// The bytes of an extent in its object. Entries with the same one are parts of the same extent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Stored {
@@ -54,11 +51,11 @@ impl Stored {
         u64::from(self.at) + u64::from(self.length)
     }
 
-    /// Whether one read can have this extent, and those from `first` to `last`, which precede it.
-    pub(super) fn continues(&self, first: &Self, last: &Self) -> bool {
+    /// Whether one read of at most `max_bytes` can have this extent, and those from `first` to `last`, which precede it.
+    pub(super) fn continues(&self, first: &Self, last: &Self, max_bytes: u64) -> bool {
         let is_same = (self.ancestor, self.object) == (first.ancestor, first.object);
         is_same
             && self.begin() <= last.end() + MAX_GAP_BYTES
-            && self.end().max(last.end()) - first.begin() <= MAX_RUN_BYTES
+            && self.end().max(last.end()) - first.begin() <= max_bytes
     }
 }
