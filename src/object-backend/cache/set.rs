@@ -69,11 +69,7 @@ impl Entry {
         let mut bytes = Vec::with_capacity(ENTRY_BYTES);
         bytes.extend(MAGIC);
         bytes.extend(number.to_le_bytes());
-        bytes.extend(key.volume.0);
-        bytes.extend(key.object.epoch.to_le_bytes());
-        bytes.extend(key.object.slot.to_le_bytes());
-        bytes.extend(key.at.to_le_bytes());
-        bytes.extend(key.length.to_le_bytes());
+        bytes.extend(key_bytes(key));
         bytes.extend(block.to_le_bytes());
         bytes.extend(crc32c::crc32c(&bytes).to_le_bytes());
         let mut entry = [0; ENTRY_BYTES];
@@ -84,9 +80,12 @@ impl Entry {
     /// Returns a valid entry.
     fn decode(bytes: &[u8]) -> Option<Self> {
         let (content, checksum) = bytes.split_at_checked(ENTRY_BYTES - 4)?;
-        if content[..8] != MAGIC || checksum != crc32c::crc32c(content).to_le_bytes() {
-            return None;
-        }
+        Self::parse(bytes).filter(|_| checksum == crc32c::crc32c(content).to_le_bytes())
+    }
+
+    /// Returns an entry whose checksum may be wrong.
+    fn parse(bytes: &[u8]) -> Option<Self> {
+        let content = bytes.get(..ENTRY_BYTES - 4).filter(|content| content[..8] == MAGIC)?;
         let long = |at: usize| u64::from_le_bytes(content[at..at + 8].try_into().unwrap_or([0; 8]));
         let short =
             |at: usize| u32::from_le_bytes(content[at..at + 4].try_into().unwrap_or([0; 4]));
@@ -108,10 +107,28 @@ fn fits(length: u32) -> bool {
 
 /// Returns the newest entry of an extent, if nothing was written over the extent since.
 pub(super) fn find(table: &[u8], key: &Key) -> Option<Entry> {
-    let mut entries = entries(table);
-    let (_, found) = entries.clone().filter(|(_, entry)| entry.key == *key).max_by_key(number)?;
-    let is_over = |entry: Entry| entry.number > found.number && entry.overlaps(&found);
-    (!entries.any(|(_, entry)| is_over(entry))).then_some(found)
+    let of_key = table.chunks_exact(ENTRY_BYTES).filter(|bytes| bytes[KEY] == key_bytes(key));
+    let found = of_key.filter_map(Entry::decode).max_by_key(|entry| entry.number)?;
+    let is_over = |entry: &Entry| entry.number > found.number && entry.overlaps(&found);
+    // The checksum is computed only of an entry that matters.
+    let mut later = table.chunks_exact(ENTRY_BYTES);
+    let is_lost = later.any(|bytes| {
+        Entry::parse(bytes).is_some_and(|entry| is_over(&entry)) && Entry::decode(bytes).is_some()
+    });
+    (!is_lost).then_some(found)
+}
+
+/// The place of the key in an entry.
+const KEY: std::ops::Range<usize> = 16..56;
+
+fn key_bytes(key: &Key) -> [u8; 40] {
+    let mut bytes = [0; 40];
+    bytes[..16].copy_from_slice(&key.volume.0);
+    bytes[16..24].copy_from_slice(&key.object.epoch.to_le_bytes());
+    bytes[24..32].copy_from_slice(&key.object.slot.to_le_bytes());
+    bytes[32..36].copy_from_slice(&key.at.to_le_bytes());
+    bytes[36..].copy_from_slice(&key.length.to_le_bytes());
+    bytes
 }
 
 /// Returns where the next extent goes; `None` if it is too long.
