@@ -1,4 +1,4 @@
-//! `cargo bench --bench object_peer`: volumes of objects in the bucket of a real Ceph cluster, of which the benchmark starts
+//! `cargo bench --bench object_peer [-- sequential|random]`: volumes of objects in the bucket of a real Ceph cluster, of which the benchmark starts
 //! one. Random writes of 4 KiB at depth 32 with a flush each second, against s3backer on the same bucket, if it is
 //! installed. Sequential writes and cold reads, against curl, which puts and gets objects of 8 MiB.
 
@@ -47,11 +47,14 @@ fn main() {
     let cluster = Cluster::start_on_disk();
     let (endpoint, keys) = cluster.s3();
     let bucket = Bucket { endpoint, keys, directory: tempfile::tempdir().unwrap() };
+    let only = std::env::args().find(|argument| argument == "sequential" || argument == "random");
     for round in 0..ROUNDS {
-        bucket.random(round);
-    }
-    for round in 0..ROUNDS {
-        bucket.sequential(round);
+        if only.as_deref() != Some("random") {
+            bucket.sequential(round);
+        }
+        if only.as_deref() != Some("sequential") {
+            bucket.random(round);
+        }
     }
 }
 
@@ -118,6 +121,7 @@ impl Bucket {
         fs::write(&data, noise()).unwrap();
         // In a file, so that the keys are in no argument.
         let mut config = format!("user = {}\naws-sigv4 = \"aws:amz:us-east-1:s3\"\n", self.pair());
+        config += "header = \"x-amz-content-sha256: UNSIGNED-PAYLOAD\"\n";
         for number in 0..OBJECTS {
             let url = format!("http://{}/{BUCKET}/curl/{round}/{number}", self.endpoint);
             config += &format!("url = \"{url}\"\n");
@@ -144,14 +148,14 @@ impl Bucket {
         let mount = self.directory.path().join(format!("s3backer-{round}"));
         fs::create_dir(&mount).unwrap();
         let child = Command::new("s3backer")
-            .args(["-f", "--authVersion=aws4", "--region=us-east-1", "--force"])
+            .args(["-f", "--quiet", "--authVersion=aws4", "--force"])
             .args(["--blockSize=4k", "--size=1g"])
+            .arg(format!("--prefix=s3backer-{round}/"))
             .arg(format!("--accessFile={}", keys.display()))
             .arg(format!("--baseURL=http://{}/", self.endpoint))
-            .arg(format!("{BUCKET}/s3backer-{round}"))
+            .arg(BUCKET)
             .arg(&mount)
             .stdout(Stdio::null())
-            .stderr(Stdio::null())
             .spawn();
         let child = child.ok()?;
         let file = mount.join("file");
