@@ -43,18 +43,21 @@ const LENGTH: u64 = 512;
 /// The objects of the same length together.
 const OBJECTS: u64 = LENGTH / 8;
 
+/// Loads the bucket, in the round of this number.
+type Load = fn(&Bucket, u64);
+
 fn main() {
-    let cluster = Cluster::start_on_disk();
-    let (endpoint, keys) = cluster.s3();
-    let bucket = Bucket { endpoint, keys, directory: tempfile::tempdir().unwrap() };
     let only = std::env::args().find(|argument| argument == "sequential" || argument == "random");
-    for round in 0..ROUNDS {
-        if only.as_deref() != Some("random") {
-            bucket.sequential(round);
+    let loads: [(&str, Load); 2] = [("sequential", Bucket::sequential), ("random", Bucket::random)];
+    for (name, load) in loads {
+        if only.as_deref().is_some_and(|only| only != name) {
+            continue;
         }
-        if only.as_deref() != Some("sequential") {
-            bucket.random(round);
-        }
+        // The disk of a cluster has 4 GiB, and the gateway keeps the data of removed objects for two hours.
+        let cluster = Cluster::start_on_disk();
+        let (endpoint, keys) = cluster.s3();
+        let bucket = Bucket { endpoint, keys, directory: tempfile::tempdir().unwrap() };
+        (0..ROUNDS).for_each(|round| load(&bucket, round));
     }
 }
 
