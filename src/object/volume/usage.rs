@@ -272,7 +272,8 @@ impl Table {
         let mut needed: u64 = found.iter().map(|candidate| candidate.live).sum();
         let (mut copied, mut victims) = (0, Vec::new());
         for candidate in found {
-            if copied >= live || space <= (needed / 100).saturating_mul(percent) + spare {
+            let limit = (needed / 100).saturating_mul(percent).saturating_add(spare);
+            if copied >= live || space <= limit {
                 break;
             }
             copied += candidate.live;
