@@ -18,7 +18,7 @@
 //! ```
 //!
 //! Numbers are little-endian. Only log objects have data behind the header; each extent of it has its own
-//! CRC32C in the header.
+//! CRC32C in the header. An object with several pages has such a header for each of them, one behind the other.
 //!
 //! A decoder compares volume, epoch and number with the name under which it has read the object, so an object
 //! in a wrong place is damaged. It accepts exactly the bytes that the encoder produces for a value:
@@ -87,10 +87,14 @@ pub enum Kind {
     Release,
     /// A page of the map with extents that are not stored as they are.
     PackedLeaf,
+    /// A page with the places of map pages, of which some are ranges of objects.
+    IndexOfRanges,
+    /// A checkpoint some of whose pages are ranges of objects.
+    CheckpointOfRanges,
 }
 
 impl Kind {
-    const ALL: [(Self, u8); 10] = [
+    const ALL: [(Self, u8); 12] = [
         (Self::Claim, 1),
         (Self::Log, 2),
         (Self::Seal, 3),
@@ -101,6 +105,8 @@ impl Kind {
         (Self::Description, 8),
         (Self::Release, 9),
         (Self::PackedLeaf, 10),
+        (Self::IndexOfRanges, 11),
+        (Self::CheckpointOfRanges, 12),
     ];
 
     fn from_byte(byte: u8) -> Option<Self> {
@@ -119,6 +125,8 @@ impl Kind {
             Self::Description => 8,
             Self::Release => 9,
             Self::PackedLeaf => 10,
+            Self::IndexOfRanges => 11,
+            Self::CheckpointOfRanges => 12,
         }
     }
 }

@@ -35,6 +35,8 @@ mod packing;
 #[cfg(test)]
 mod packing_tests;
 #[cfg(test)]
+mod page_tests;
+#[cfg(test)]
 mod read_tests;
 #[cfg(test)]
 mod repair_tests;

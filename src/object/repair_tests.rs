@@ -17,6 +17,7 @@ mod accounting;
 mod evicted;
 mod interrupted;
 mod proofs;
+mod shared;
 
 const SIZE: u64 = 4 << 20;
 const BLOCK: u64 = 4096;
@@ -32,9 +33,13 @@ struct Damaged {
     nonce: u8,
 }
 
+/// A volume in which each page is an object, so that the tests can lose one page.
+fn plain() -> Description {
+    Description { shared_pages: false, ..description(SIZE, 1 << 20) }
+}
+
 /// The volumes that each test has: plain, compressed, encrypted, both.
 fn descriptions() -> [Description; 4] {
-    let plain = || description(SIZE, 1 << 20);
     let compressed = || Description { compression: Some(Compression::Lz4), ..plain() };
     let encrypted =
         |plain: Description| Description { key: Some(key_file().wrap(&plain, &[8; 32])), ..plain };
@@ -271,7 +276,7 @@ fn a_checkpoint_is_rebuilt_from_an_older_one_and_the_log() {
 #[test]
 fn a_first_checkpoint_is_rebuilt_from_the_beginning_of_the_log() {
     for lost in [Damaged::remove, Damaged::damage] {
-        let mut damaged = Damaged::new(&description(SIZE, 1 << 20));
+        let mut damaged = Damaged::new(&plain());
         let volume = damaged.open().unwrap();
         damaged.write(&volume, 0..20, 1);
         // The slot with the open record is deleted.
@@ -287,7 +292,7 @@ fn a_first_checkpoint_is_rebuilt_from_the_beginning_of_the_log() {
 
 #[test]
 fn a_checkpoint_of_an_earlier_epoch_is_rebuilt_across_epochs() {
-    let mut damaged = Damaged::new(&description(SIZE, 1 << 20));
+    let mut damaged = Damaged::new(&plain());
     let volume = damaged.open().unwrap();
     damaged.write(&volume, 0..8, 1);
     damaged.checkpoint(&volume);
@@ -310,7 +315,7 @@ fn a_checkpoint_of_an_earlier_epoch_is_rebuilt_across_epochs() {
 #[test]
 fn a_map_is_not_rebuilt_without_a_slot_that_may_have_been_collected() {
     for lost in [Damaged::remove, Damaged::damage] {
-        let mut damaged = Damaged::new(&description(SIZE, 1 << 20));
+        let mut damaged = Damaged::new(&plain());
         let volume = damaged.open().unwrap();
         damaged.write_at_once(&volume, 0..2, 1);
         damaged.write(&volume, 2..8, 1);
@@ -332,7 +337,7 @@ fn a_map_is_not_rebuilt_without_a_slot_that_may_have_been_collected() {
 
 #[test]
 fn a_volume_never_returns_to_an_earlier_epoch() {
-    let mut damaged = Damaged::new(&description(SIZE, 1 << 20));
+    let mut damaged = Damaged::new(&plain());
     let volume = damaged.open().unwrap();
     damaged.write(&volume, 0..4, 1);
     drop(volume);
@@ -341,7 +346,7 @@ fn a_volume_never_returns_to_an_earlier_epoch() {
     drop(volume);
     // A slot that does not prove that earlier ones were confirmed.
     let at = Position { epoch: 2, slot: 1 };
-    let identity = Identity { volume: description(SIZE, 1 << 20).volume, epoch: 2, number: 1 };
+    let identity = Identity { volume: plain().volume, epoch: 2, number: 1 };
     {
         let mut objects = damaged.memory.objects.lock().unwrap();
         objects.retain(|name, _| {
@@ -397,7 +402,7 @@ fn pages_of_the_map_are_rebuilt() {
 
 #[test]
 fn a_page_that_cannot_be_rebuilt_stays_unreadable() {
-    let mut damaged = Damaged::new(&description(SIZE, 1 << 20));
+    let mut damaged = Damaged::new(&plain());
     let volume = damaged.open().unwrap();
     for round in 0..3 {
         damaged.write(&volume, 0..20, round);
@@ -459,7 +464,7 @@ fn damaged_data_is_reported_and_stays() {
 #[test]
 fn the_pages_of_a_snapshot_are_not_rebuilt_and_keep_what_is_unnamed() {
     for loses_checkpoint in [false, true] {
-        let mut damaged = Damaged::new(&description(SIZE, 1 << 20));
+        let mut damaged = Damaged::new(&plain());
         let volume = damaged.open().unwrap();
         damaged.write(&volume, 0..20, 1);
         damaged.settle(&volume);
@@ -481,7 +486,7 @@ fn the_pages_of_a_snapshot_are_not_rebuilt_and_keep_what_is_unnamed() {
 
 #[test]
 fn an_interrupted_look_changes_nothing() {
-    let mut damaged = with_two_checkpoints(&description(SIZE, 1 << 20));
+    let mut damaged = with_two_checkpoints(&plain());
     damaged.remove(*damaged.names("ckpt/").last().unwrap());
     let before = damaged.objects();
     let mut stop = |_, _| ControlFlow::Break(());

@@ -158,7 +158,8 @@ impl World {
             checkpoint_slots: random.choose(&[1, 3, 10]),
             sweep_checkpoints: random.choose(&[1, 4]),
             max_space_percent: random.choose(&[100, 150, 1_000_000]),
-            // Without a draw, which would change all later ones of a seed.
+            // Without draws, which would change all later ones of a seed.
+            spare_page_objects: [0, 2, 16][self.started / 3 % 3],
             max_copies: self.started.is_multiple_of(3).then_some(4 * SECTOR as u64),
         };
         let idle = random.choose(&[0, 0, 10, 40]);
@@ -355,10 +356,11 @@ fn run(seed: u64, is_traced: bool) -> Result<Done, String> {
         life: Life::default(),
     };
     let (volume, size) = (VolumeId([7; 16]), (SECTORS * SECTOR) as u64);
-    // Some runs have a volume whose data is compressed or encrypted.
+    // Some runs have a volume whose data is compressed or encrypted, or whose pages are objects as in earlier builds.
     let compression = [0, 2, 3].contains(&(seed % 8)).then_some(Compression::Lz4);
     let description = Description::new(volume, Nonce([9; 16]), size, 4096);
-    let mut description = Description { compression, ..description };
+    let shared_pages = !seed.is_multiple_of(5);
+    let mut description = Description { compression, shared_pages, ..description };
     description.key = world.key.as_ref().map(|file| file.wrap(&description, &[3; 32]));
     let faults = std::mem::take(&mut world.cloud().faults);
     let store = Arc::new(client);

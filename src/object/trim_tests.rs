@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use crate::codec::Description;
 use crate::name::Nonce;
 use crate::snapshot_tests::{settle, take};
 use crate::store::{Pending, Store, StoreError};
@@ -82,10 +83,11 @@ fn config() -> Config {
 }
 
 /// Makes a volume with data in each page of its map, all of which are in the store.
-fn full_volume() -> (Arc<Watching>, Volume) {
+fn full_volume(shared_pages: bool) -> (Arc<Watching>, Volume) {
     let watching = Arc::new(Watching::default());
     let store: Arc<dyn Store> = Arc::clone(&watching) as _;
-    block_on(Volume::create(Arc::clone(&store), &description(SIZE, PAGE_BYTES))).unwrap();
+    let description = Description { shared_pages, ..description(SIZE, PAGE_BYTES) };
+    block_on(Volume::create(Arc::clone(&store), &description)).unwrap();
     let volume = open(&store, 10, config()).unwrap();
     with_volume(&volume, async {
         for number in 0..PAGES {
@@ -95,7 +97,12 @@ fn full_volume() -> (Arc<Watching>, Volume) {
     })
     .unwrap();
     settle(&volume, &watching.memory);
-    assert!(watching.pages() as u64 > PAGES, "{} pages", watching.pages());
+    let objects = if shared_pages { 10..100 } else { PAGES + 1..u64::MAX };
+    assert!(
+        objects.contains(&(watching.pages() as u64)),
+        "{} objects with pages",
+        watching.pages()
+    );
     watching.volume.set(volume.clone()).ok().unwrap();
     (watching, volume)
 }
@@ -117,7 +124,13 @@ const SOME: [u64; 4] = [1, 1023, 5000, PAGES - 1];
 
 #[test]
 fn a_trim_of_all_pages_stays_within_the_memory_and_their_objects_are_deleted() {
-    let (watching, volume) = full_volume();
+    for shared_pages in [false, true] {
+        trim_of_all_pages(shared_pages);
+    }
+}
+
+fn trim_of_all_pages(shared_pages: bool) {
+    let (watching, volume) = full_volume(shared_pages);
     trim_all(&volume);
     settle(&volume, &watching.memory);
     let (map_bytes, names) = (&watching.most_map_bytes, &watching.most_names);
@@ -132,7 +145,7 @@ fn a_trim_of_all_pages_stays_within_the_memory_and_their_objects_are_deleted() {
 
 #[test]
 fn an_opener_and_a_view_repeat_a_trim_of_all_pages_within_the_memory() {
-    let (watching, volume) = full_volume();
+    let (watching, volume) = full_volume(false);
     // The trim and the write are in the log, and in no checkpoint.
     block_on(volume.trim(0, SIZE)).unwrap();
     with_volume(&volume, async { put(&volume, 5000 * u64::from(PAGE_BYTES), 7).await }).unwrap();
@@ -151,11 +164,17 @@ fn an_opener_and_a_view_repeat_a_trim_of_all_pages_within_the_memory() {
 
 #[test]
 fn a_snapshot_keeps_the_pages_that_a_trim_makes_superfluous() {
-    let (watching, volume) = full_volume();
-    let snapshot = take(&volume, "full");
+    for shared_pages in [false, true] {
+        snapshot_and_trim(shared_pages);
+    }
+}
+
+fn snapshot_and_trim(shared_pages: bool) {
+    let (watching, volume) = full_volume(shared_pages);
+    let (snapshot, before) = (take(&volume, "full"), watching.pages());
     trim_all(&volume);
     settle(&volume, &watching.memory);
-    assert!(watching.pages() as u64 > PAGES, "{} pages", watching.pages());
+    assert!(watching.pages() >= before, "{} objects, {before} before", watching.pages());
     let view = block_on(volume.view_snapshot(snapshot, config())).unwrap();
     assert_eq!(bytes_at(&view, &SOME), [1; 4]);
     assert_eq!(bytes_at(&volume, &SOME), [0; 4]);
@@ -216,7 +235,7 @@ fn scattered_changes_of_large_pages_stay_within_the_memory() {
 
 #[test]
 fn a_trim_where_no_data_is_changes_no_page() {
-    let (watching, volume) = full_volume();
+    let (watching, volume) = full_volume(false);
     let pages_put = |trims: u64| -> Result<usize, Failure> {
         with_volume(&volume, async {
             for number in 0..trims {

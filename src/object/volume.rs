@@ -22,7 +22,9 @@ mod flatten;
 mod flattening;
 mod keep;
 mod lineage;
+mod merge;
 mod opening;
+mod pages;
 mod place;
 mod ranges;
 mod read_ahead;
@@ -86,8 +88,11 @@ pub struct Config {
     pub read_ahead_bytes: usize,
     /// The slots after which a checkpoint is written.
     pub checkpoint_slots: u64,
-    /// The checkpoints between two searches for objects of earlier epochs that nothing refers to.
+    /// The checkpoints between two searches for objects that nothing refers to.
     pub sweep_checkpoints: u64,
+    /// The objects with pages that a volume may have besides twice the number that the needed pages would fill. If there
+    /// are more, pages are written again, together.
+    pub spare_page_objects: usize,
     /// The space of log objects, in percent of the data in them that is needed, from which the collector
     /// relocates data.
     pub max_space_percent: u64,
@@ -109,6 +114,7 @@ impl Default for Config {
             read_ahead_bytes: 32 << 20,
             checkpoint_slots: 256,
             sweep_checkpoints: 64,
+            spare_page_objects: 16,
             max_space_percent: 150,
             max_copies: None,
         }

@@ -19,8 +19,10 @@ mod feature {
     pub(super) const LZ4: u32 = 2;
     /// The data is encrypted.
     pub(super) const ENCRYPTED: u32 = 4;
+    /// Objects have several pages.
+    pub(super) const SHARED_PAGES: u32 = 8;
     /// All that this build supports.
-    pub(super) const ALL: u32 = PARENT | LZ4 | ENCRYPTED;
+    pub(super) const ALL: u32 = PARENT | LZ4 | ENCRYPTED | SHARED_PAGES;
 }
 
 /// How the data of a volume is compressed: each extent by itself, unless that makes it longer.
@@ -56,6 +58,8 @@ pub struct Description {
     pub compression: Option<Compression>,
     /// The key of the data of the volume itself, if it is encrypted.
     pub key: Option<WrappedKey>,
+    /// Whether several pages are put as one object. Earlier builds have put each page as an object of its own.
+    pub shared_pages: bool,
 }
 
 /// The key of a volume, encrypted with a key that is derived from a key file, and its authentication tag.
@@ -76,7 +80,16 @@ pub struct Parent {
 impl Description {
     /// Describes a volume without a parent, whose data is stored as it is.
     pub fn new(volume: VolumeId, nonce: Nonce, size: u64, page_bytes: u32) -> Self {
-        Self { volume, nonce, size, page_bytes, parent: None, compression: None, key: None }
+        Self {
+            volume,
+            nonce,
+            size,
+            page_bytes,
+            parent: None,
+            compression: None,
+            key: None,
+            shared_pages: true,
+        }
     }
 
     fn features(&self) -> u32 {
@@ -86,7 +99,8 @@ impl Description {
             None => 0,
         };
         let key = if self.key.is_some() { feature::ENCRYPTED } else { 0 };
-        parent | compression | key
+        let shared_pages = if self.shared_pages { feature::SHARED_PAGES } else { 0 };
+        parent | compression | key | shared_pages
     }
 
     /// Returns the object's bytes.
@@ -124,12 +138,13 @@ impl Description {
         let parent = has(feature::PARENT).then(|| Parent::decode(&mut body)).transpose()?;
         let compression = has(feature::LZ4).then_some(Compression::Lz4);
         let key = has(feature::ENCRYPTED).then(|| body.array().map(WrappedKey)).transpose()?;
+        let shared_pages = has(feature::SHARED_PAGES);
         body.end()?;
         exact(bytes)?;
-        match page_bytes.is_power_of_two() && PAGE_BYTES.contains(&page_bytes) {
-            true => Ok(Self { volume, nonce, size, page_bytes, parent, compression, key }),
-            false => Err(Damage::Field("size of the map's pages")),
+        if !page_bytes.is_power_of_two() || !PAGE_BYTES.contains(&page_bytes) {
+            return Err(Damage::Field("size of the map's pages"));
         }
+        Ok(Self { volume, nonce, size, page_bytes, parent, compression, key, shared_pages })
     }
 }
 

@@ -1,10 +1,13 @@
 //! Pages: of the extent map, of the index of these pages, and of the live bytes of log objects. A page never
-//! changes; a checkpoint writes a new page in place of one whose content has changed.
+//! changes; a checkpoint writes a new page in place of one whose content has changed. An object has several pages, one
+//! behind the other. Each has a header of its own, with the numbers in the name of the object.
+
+use std::ops::Range;
 
 use super::log::{MAX_DATA_BYTES, MAX_EXTENT_BYTES};
 use super::reader::{Reader, Writer};
-use super::{Damage, Identity, Kind, exact, open, prefix, seal};
-use crate::name::{Nonce, Position};
+use super::{Damage, Identity, Kind, MAX_HEADER_BYTES, PREFIX_BYTES, exact, open, prefix, seal};
+use crate::name::{Name, Nonce, Position};
 
 /// The maximum number of entries in a page of the map: a page covers 16 MiB of the volume, and no entry is
 /// shorter than 512 bytes.
@@ -13,15 +16,32 @@ pub const MAX_ENTRIES: usize = 32 << 10;
 /// The maximum number of pages in a page of the index, and of objects in a page of the usage.
 pub const MAX_CHILDREN: usize = 1024;
 
-/// The name of a page in this volume or one of its ancestors.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+/// Where a page of this volume or of one of its ancestors is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageId {
     /// The volume: 0 is this one, 1 its parent, and so on.
     pub ancestor: u8,
     /// The epoch in which the page was written.
     pub epoch: u64,
-    /// The number among the pages of the epoch.
+    /// The number of its object among those of the epoch.
     pub number: u64,
+    /// The first byte in the object.
+    pub at: u32,
+    /// The length in bytes; 0 if the page is the whole object, as earlier builds have written it.
+    pub length: u32,
+}
+
+impl PageId {
+    /// The object that has the page.
+    pub fn object(&self) -> Name {
+        Name::Page { epoch: self.epoch, number: self.number }
+    }
+
+    /// The bytes of the page in the object; `None`: all of them.
+    pub fn range(&self) -> Option<Range<u64>> {
+        let (at, length) = (u64::from(self.at), u64::from(self.length));
+        (length > 0).then_some(at..at + length)
+    }
 }
 
 /// A range of the volume and where its data lies. It may be a part of an extent, because later writes have
@@ -187,10 +207,11 @@ impl Index {
     /// Returns the object's bytes.
     pub fn encode(&self) -> Vec<u8> {
         debug_assert!(self.pages.len() <= MAX_CHILDREN);
+        let form = Form::of(&self.pages);
         let mut body = Writer::default();
         body.u64(self.first);
-        encode_pages(&mut body, &self.pages);
-        seal(Kind::Index, self.identity, self.nonce, body)
+        encode_pages(&mut body, &self.pages, form);
+        seal(form.index(), self.identity, self.nonce, body)
     }
 
     /// Decodes the page that was read under the name of `identity`.
@@ -198,9 +219,14 @@ impl Index {
     /// # Errors
     /// Returns an error if the bytes are not those of a page of the index with that name.
     pub fn decode(identity: Identity, bytes: &[u8]) -> Result<Self, Damage> {
-        let (nonce, mut body) = open(Kind::Index, identity, bytes)?;
+        let form = match prefix(bytes)? {
+            Kind::IndexOfRanges => Form::Ranges,
+            _ => Form::Objects,
+        };
+        let (nonce, mut body) = open(form.index(), identity, bytes)?;
         let first = body.u64()?;
-        let pages = decode_pages(&mut body, MAX_CHILDREN)?;
+        let pages = decode_pages(&mut body, MAX_CHILDREN, form)?;
+        form.check(&pages)?;
         body.end()?;
         exact(bytes)?;
         Ok(Self { identity, nonce, first, pages })
@@ -293,31 +319,99 @@ fn decode_used(from: &mut Reader<'_>) -> Result<Used, Damage> {
     }
 }
 
-/// Encodes the names of pages; `None` is the page of epoch 0, which no writer has.
-pub(super) fn encode_pages(to: &mut Writer, pages: &[Option<PageId>]) {
-    to.length(pages.len());
-    for page in pages {
-        let page = page.unwrap_or(PageId { ancestor: 0, epoch: 0, number: 0 });
-        to.u8(page.ancestor);
-        to.u64(page.epoch);
-        to.u64(page.number);
+/// How the places of pages are encoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Form {
+    /// Each page is a whole object. Earlier builds have written this form.
+    Objects,
+    /// Some pages are ranges of objects.
+    Ranges,
+}
+
+impl Form {
+    pub(super) fn of<'a>(pages: impl IntoIterator<Item = &'a Option<PageId>>) -> Self {
+        let mut pages = pages.into_iter().flatten();
+        match pages.any(|page| page.length > 0) {
+            true => Self::Ranges,
+            false => Self::Objects,
+        }
+    }
+
+    /// Checks that the encoder would have chosen this form for the pages.
+    pub(super) fn check<'a>(
+        self,
+        pages: impl IntoIterator<Item = &'a Option<PageId>>,
+    ) -> Result<(), Damage> {
+        match Self::of(pages) == self {
+            true => Ok(()),
+            false => Err(Damage::Field("form of the pages")),
+        }
+    }
+
+    fn index(self) -> Kind {
+        match self {
+            Self::Objects => Kind::Index,
+            Self::Ranges => Kind::IndexOfRanges,
+        }
+    }
+
+    fn bytes_of_page(self) -> usize {
+        match self {
+            Self::Objects => 17,
+            Self::Ranges => 25,
+        }
     }
 }
 
-/// Decodes at most `max` names of pages.
+/// No page: epoch 0 has none.
+const NO_PAGE: PageId = PageId { ancestor: 0, epoch: 0, number: 0, at: 0, length: 0 };
+
+/// Encodes the places of pages.
+pub(super) fn encode_pages(to: &mut Writer, pages: &[Option<PageId>], form: Form) {
+    to.length(pages.len());
+    for page in pages {
+        let page = page.unwrap_or(NO_PAGE);
+        to.u8(page.ancestor);
+        to.u64(page.epoch);
+        to.u64(page.number);
+        if form == Form::Ranges {
+            to.u32(page.at);
+            to.u32(page.length);
+        }
+    }
+}
+
+/// Decodes at most `max` places of pages.
 pub(super) fn decode_pages(
     from: &mut Reader<'_>,
     max: usize,
+    form: Form,
 ) -> Result<Vec<Option<PageId>>, Damage> {
-    let count = from.count(17, max)?;
+    let count = from.count(form.bytes_of_page(), max)?;
     let mut pages = Vec::with_capacity(count);
     for _ in 0..count {
-        let page = PageId { ancestor: from.u8()?, epoch: from.u64()?, number: from.u64()? };
+        let (ancestor, epoch, number) = (from.u8()?, from.u64()?, from.u64()?);
+        let (at, length) = match form {
+            Form::Objects => (0, 0),
+            Form::Ranges => (from.u32()?, from.u32()?),
+        };
+        let page = PageId { ancestor, epoch, number, at, length };
         pages.push(match page {
-            PageId { epoch: 1.., .. } => Some(page),
-            PageId { ancestor: 0, number: 0, .. } => None,
+            NO_PAGE => None,
+            PageId { epoch: 1.., .. } if is_possible(&page) => Some(page),
             _ => return Err(Damage::Field("page")),
         });
     }
     Ok(pages)
+}
+
+/// Whether a page can have this length and place.
+fn is_possible(page: &PageId) -> bool {
+    match page.length as usize {
+        0 => page.at == 0,
+        length => {
+            (PREFIX_BYTES..=MAX_HEADER_BYTES).contains(&length)
+                && page.at.checked_add(page.length).is_some()
+        }
+    }
 }

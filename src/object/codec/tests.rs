@@ -105,19 +105,27 @@ fn description() -> impl Strategy<Value = Description> {
         });
     let compression = proptest::option::of(Just(Compression::Lz4));
     let key = proptest::option::of((any::<[u8; 32]>(), any::<[u8; 16]>()));
-    let features = (compression, key);
+    let features = (compression, key, any::<bool>());
     (identity(), nonce(), any::<u64>(), 12..=24_u32, proptest::option::of(parent), features)
-        .prop_map(|(identity, nonce, size, page, parent, (compression, key))| Description {
-            parent,
-            compression,
-            key: key.map(|(key, tag)| WrappedKey([&key[..], &tag].concat().try_into().unwrap())),
-            ..Description::new(identity.volume, nonce, size, 1 << page)
+        .prop_map(|(identity, nonce, size, page, parent, (compression, key, shared_pages))| {
+            Description {
+                parent,
+                compression,
+                shared_pages,
+                key: key
+                    .map(|(key, tag)| WrappedKey([&key[..], &tag].concat().try_into().unwrap())),
+                ..Description::new(identity.volume, nonce, size, 1 << page)
+            }
         })
 }
 
 fn page_id() -> impl Strategy<Value = Option<PageId>> {
-    let page = (any::<u8>(), 1..=u64::MAX, any::<u64>())
-        .prop_map(|(ancestor, epoch, number)| PageId { ancestor, epoch, number });
+    let lengths = [PREFIX_BYTES, MAX_HEADER_BYTES].map(|bytes| u32::try_from(bytes).unwrap());
+    let range = (0..u32::MAX >> 1, lengths[0]..=lengths[1]);
+    let range = prop_oneof![1 => Just((0, 0)), 2 => range];
+    let page = (any::<u8>(), 1..=u64::MAX, any::<u64>(), range).prop_map(
+        |(ancestor, epoch, number, (at, length))| PageId { ancestor, epoch, number, at, length },
+    );
     proptest::option::of(page)
 }
 
@@ -357,7 +365,7 @@ fn the_shortest_items_are_decoded() {
 #[test]
 fn features_of_a_later_build_are_refused_by_their_bits() {
     let mut bytes = Description::new(VolumeId([1; 16]), Nonce([2; 16]), 512, 4096).encode();
-    for (features, unknown) in [(1 << 31 | 2, 1 << 31), (28, 24)] {
+    for (features, unknown) in [(1 << 31 | 2, 1 << 31), (28, 16)] {
         bytes[PREFIX_BYTES + 12..PREFIX_BYTES + 16].copy_from_slice(&u32::to_le_bytes(features));
         correct(&mut bytes);
         assert_eq!(Description::decode(&bytes), Err(Damage::Features(unknown)));
@@ -404,8 +412,36 @@ fn plain_extents_have_the_bytes_of_the_first_build() {
     leaf.entries.push(Entry { offset: 1024, ..entry });
     let bytes = leaf.encode();
     assert_eq!((bytes[9], bytes.len()), (10, PREFIX_BYTES + 12 + 2 * 47));
-    let description = Description::new(VolumeId([1; 16]), nonce, 512, 4096).encode();
+    let description = Description::new(VolumeId([1; 16]), nonce, 512, 4096);
+    let description = Description { shared_pages: false, ..description }.encode();
     assert_eq!(description[PREFIX_BYTES + 8..], [0, 16, 0, 0, 0, 0, 0, 0]);
+}
+
+#[test]
+fn places_of_whole_pages_have_the_bytes_of_the_first_build() {
+    let identity = Identity { volume: VolumeId([1; 16]), epoch: 1, number: 1 };
+    let whole = PageId { ancestor: 2, epoch: 3, number: 4, at: 0, length: 0 };
+    let page = |pages: Vec<_>| Index { identity, nonce: Nonce([2; 16]), first: 5, pages }.encode();
+    let (none, bytes) = ([0; 17], page(vec![None, Some(whole)]));
+    let fields = [
+        &[5, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0][..],
+        &none,
+        &[2, 3, 0, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0],
+    ];
+    assert_eq!((bytes[9], &bytes[PREFIX_BYTES..]), (5, &*fields.concat()));
+    let range = PageId { at: 6, length: 72, ..whole };
+    let bytes = page(vec![Some(range), Some(whole)]);
+    let fields = [
+        &[5, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0][..],
+        &[2, 3, 0, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0, 6, 0, 0, 0, 72, 0, 0, 0],
+        &[2, 3, 0, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+    ];
+    assert_eq!((bytes[9], &bytes[PREFIX_BYTES..]), (11, &*fields.concat()));
+    // Too short, and no length.
+    for (at, length) in [(6, 71), (6, 0)] {
+        let bytes = page(vec![Some(range), Some(PageId { at, length, ..range })]);
+        assert_eq!(Index::decode(identity, &bytes), Err(Damage::Field("page")));
+    }
 }
 
 #[test]

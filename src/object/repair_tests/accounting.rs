@@ -1,10 +1,10 @@
 //! The accounting of the space, and what nothing refers to.
 
-use super::{Damaged, Objects, SIZE, config, descriptions};
+use super::{Damaged, Objects, config, descriptions, plain};
 use crate::codec::{Damage, Identity, LogObject, Usage};
 use crate::name::{Name, Position};
 use crate::snapshot_tests::take;
-use crate::tests::{block_on, description};
+use crate::tests::block_on;
 use crate::volume::Repair;
 
 /// Changes a page of the accounting.
@@ -12,7 +12,7 @@ pub(super) fn forge(damaged: &Damaged, change: impl Fn(&mut Usage) -> bool) {
     let mut objects = damaged.memory.objects.lock().unwrap();
     for (name, bytes) in objects.iter_mut() {
         let Some(Name::Page { epoch, number }) = Name::parse(name) else { continue };
-        let volume = description(SIZE, 1 << 20).volume;
+        let volume = plain().volume;
         let Ok(mut page) = Usage::decode(Identity { volume, epoch, number }, bytes) else {
             continue;
         };
@@ -63,7 +63,7 @@ fn wrong_counts_of_the_accounting_are_corrected() {
 #[test]
 fn what_only_a_snapshot_needs_is_accounted_again() {
     for lose_page in [false, true] {
-        let mut damaged = Damaged::new(&description(SIZE, 1 << 20));
+        let mut damaged = Damaged::new(&plain());
         let volume = damaged.open().unwrap();
         damaged.write(&volume, 0..20, 1);
         damaged.settle(&volume);
@@ -107,7 +107,7 @@ fn what_only_a_snapshot_needs_is_accounted_again() {
 /// A later writer would otherwise delete what only the snapshot needs.
 #[test]
 fn all_objects_are_accounted_if_a_part_is_lost_and_a_snapshot_cannot_be_read() {
-    let mut damaged = Damaged::new(&description(SIZE, 1 << 20));
+    let mut damaged = Damaged::new(&plain());
     let volume = damaged.open().unwrap();
     damaged.write(&volume, 0..20, 1);
     damaged.settle(&volume);
@@ -116,7 +116,7 @@ fn all_objects_are_accounted_if_a_part_is_lost_and_a_snapshot_cannot_be_read() {
     damaged.write(&volume, 0..20, 2);
     damaged.settle(&volume);
     drop(volume);
-    let volume = description(SIZE, 1 << 20).volume;
+    let volume = plain().volume;
     let is_usage = |name: &Name| {
         let Name::Page { epoch, number } = *name else { return false };
         let bytes = &damaged.objects()[&name.to_string()];
@@ -176,7 +176,7 @@ fn objects_that_nothing_refers_to_are_deleted() {
 /// A seal looks like an object that nothing refers to.
 #[test]
 fn seals_are_kept() {
-    let mut damaged = Damaged::new(&description(SIZE, 1 << 20));
+    let mut damaged = Damaged::new(&plain());
     for round in 1..4 {
         let volume = damaged.open().unwrap();
         damaged.write(&volume, 0..4, round);
@@ -185,7 +185,7 @@ fn seals_are_kept() {
     let seals = |damaged: &Damaged| {
         let is_seal = |name: &&Name| {
             let Name::Slot(at) = **name else { return false };
-            let volume = description(SIZE, 1 << 20).volume;
+            let volume = plain().volume;
             let identity = Identity { volume, epoch: at.epoch, number: at.slot };
             matches!(
                 LogObject::decode(identity, &damaged.objects()[&name.to_string()]),

@@ -12,7 +12,8 @@ const LOST: u64 = 1500;
 
 /// A volume with data in each page, two checkpoints and a snapshot.
 fn large() -> Damaged {
-    let mut damaged = Damaged::new(&description(PAGES * PAGE, 4096));
+    let mut damaged =
+        Damaged::new(&Description { shared_pages: false, ..description(PAGES * PAGE, 4096) });
     let volume = damaged.open().unwrap();
     with_volume(&volume, async {
         for number in 0..PAGES {

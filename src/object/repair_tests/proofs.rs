@@ -1,15 +1,14 @@
 //! What keeps a map from being rebuilt: each proof that fails.
 
 use super::accounting::forge;
-use super::{Damaged, SIZE, with_two_checkpoints};
+use super::{Damaged, plain, with_two_checkpoints};
 use crate::codec::{Identity, Leaf};
 use crate::name::{Name, Position};
-use crate::tests::description;
 use crate::volume::{Failure, Repair};
 
 /// A volume whose newest checkpoint is lost, and what else is wrong with it.
 fn without_newest(change: impl Fn(&Damaged)) -> String {
-    let mut damaged = with_two_checkpoints(&description(SIZE, 1 << 20));
+    let mut damaged = with_two_checkpoints(&plain());
     let newest = *damaged.names("ckpt/").last().unwrap();
     damaged.remove(newest);
     change(&damaged);
@@ -28,7 +27,7 @@ fn a_map_that_refers_to_a_lost_object_is_not_taken() {
 
 /// The map is rebuilt from the beginning of the log, and not from the older checkpoint.
 fn avoids_the_older_one(change: impl Fn(&Damaged)) {
-    let mut damaged = with_two_checkpoints(&description(SIZE, 1 << 20));
+    let mut damaged = with_two_checkpoints(&plain());
     damaged.remove(*damaged.names("ckpt/").last().unwrap());
     change(&damaged);
     let found = damaged.repairs();
@@ -54,14 +53,14 @@ fn a_map_whose_pages_are_lost_is_not_taken() {
 
 #[test]
 fn a_map_that_differs_from_what_can_be_read_is_not_taken() {
-    let mut damaged = with_two_checkpoints(&description(SIZE, 1 << 20));
+    let mut damaged = with_two_checkpoints(&plain());
     let pages = damaged.names("page/");
     // A leaf that the log above does not change, and the one before it, the index and the accounting.
     let [.., first, second, _, _] = pages[..] else { panic!("{pages:?}") };
     damaged.remove(second);
     assert_eq!(damaged.plan().refusals, []);
     let Name::Page { epoch, number } = first else { panic!("{first}") };
-    let identity = Identity { volume: description(SIZE, 1 << 20).volume, epoch, number };
+    let identity = Identity { volume: plain().volume, epoch, number };
     {
         let mut objects = damaged.memory.objects.lock().unwrap();
         let bytes = objects.get_mut(&first.to_string()).unwrap();

@@ -7,7 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::stored::Stored;
 use crate::cache::{Cache, Key};
-use crate::codec::{Damage, Description, Entry, Identity, LogObject, PREFIX_BYTES, nonce_of};
+use crate::codec::{
+    Damage, Description, Entry, Identity, LogObject, PREFIX_BYTES, PageId, nonce_of,
+};
 use crate::encryption::{DataKey, KeyFile};
 use crate::name::{Name, Nonce, Position, VolumeId};
 use crate::packing::{Encryption, Packing};
@@ -40,7 +42,7 @@ pub enum Failure {
     Damaged {
         /// The object.
         name: Name,
-        /// The bytes of an extent in it; `None`: its header.
+        /// The bytes of an extent or of a page in it; `None`: its header.
         range: Option<Range<u64>>,
         /// What is wrong.
         damage: Damage,
@@ -389,6 +391,21 @@ impl Access {
                 Err(damage) => return Err(Failure::Damaged { name, range: None, damage }),
             }
         }
+    }
+
+    /// Reads and decodes a page of this volume; `None` if its object does not exist.
+    pub(super) async fn page<T>(
+        &self,
+        id: PageId,
+        decode: impl Fn(Identity, &[u8]) -> Result<T, Damage>,
+    ) -> Result<Option<T>, Failure> {
+        let (name, identity) = (id.object(), self.identity(id.epoch, id.number));
+        let Some(range) = id.range() else {
+            return self.decode(name, |bytes| decode(identity, bytes)).await;
+        };
+        let Some(bytes) = self.read(name, range.clone()).await? else { return Ok(None) };
+        let damaged = |damage| Failure::Damaged { name, range: Some(range), damage };
+        decode(identity, &bytes).map(Some).map_err(damaged)
     }
 
     /// Lists the names of the volume below `prefix` that follow `after`.

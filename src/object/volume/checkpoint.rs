@@ -2,21 +2,39 @@
 
 use std::sync::Arc;
 
-use super::access::{Failure, Put};
+use super::access::Failure;
+use super::pages::PageWriter;
 use super::shared::{Patience, Shared, State};
 use super::table::split;
-use super::tasks::{Part, all};
+use super::tasks::{Ahead, Part};
 use super::usage::Chunk;
-use crate::codec::{Checkpoint, Index, Leaf, MAX_CHILDREN, PageId, Record, Usage, Used};
+use crate::codec::{Checkpoint, Entry, Index, Leaf, MAX_CHILDREN, PageId, Record, Usage};
 use crate::name::{Name, Position};
 use crate::rules::{Rule, applies};
 
-/// The number of pages that are written at the same time.
+/// The number of pages that are read at the same time.
 const PAGES_IN_FLIGHT: usize = 16;
+
+/// The pages of the index that are in memory, with the pages below, until they are put. They are about as long as a full
+/// object with pages.
+const INDICES_AT_ONCE: usize = 64;
 
 /// The number of changed map pages from which on a checkpoint is due. No slot is applied while it is written, and most of
 /// the pages may have to be read first.
 const MAX_CHANGED_PAGES: usize = 8192;
+
+/// A page of the index, and the map pages below, which a checkpoint has written.
+struct WrittenIndex {
+    number: u64,
+    /// `None`: the range reads as zeroes.
+    id: Option<PageId>,
+    /// All map pages below it.
+    pages: Vec<Option<PageId>>,
+    /// The map pages that were written.
+    leaves: Vec<u64>,
+    /// What these are in place of.
+    old: Vec<PageId>,
+}
 
 /// What the state asks for.
 enum Step {
@@ -99,9 +117,15 @@ impl Shared {
             (state.checkpoints.wanted, state.checkpoints.new_slots) = (false, 0);
             state.snapshots.begin_checkpoint();
         }
+        let mut pages = PageWriter::new(self);
         let indices = self.lock().map.dirty_indices();
+        let mut written = Vec::new();
         for index in indices {
-            self.write_index(index, at).await?;
+            written.push(self.write_index(index, &mut pages).await?);
+            if written.len() == INDICES_AT_ONCE {
+                pages.finish().await?;
+                self.replace_indices(std::mem::take(&mut written), at);
+            }
         }
         {
             let mut state = self.lock();
@@ -110,16 +134,22 @@ impl Shared {
             usage.remove(&dead);
             state.garbage.supersede(dead.into_iter().map(Name::Slot));
         }
-        self.write_usage(at).await?;
+        let usage = self.write_usage(&mut pages).await?;
+        pages.finish().await?;
+        self.replace_indices(written, at);
         let root = {
-            let state = self.lock();
+            let mut state = self.lock();
+            for (chunk, id) in usage {
+                let old = state.usage.replace(chunk, id);
+                state.supersede_pages(old, at);
+            }
             Checkpoint {
                 identity: self.access.identity(at.epoch, at.slot),
                 nonce: self.access.nonce,
                 size: state.applied_size,
                 next_page: state.checkpoints.next_page,
                 index: state.map.root().to_vec(),
-                usage: state.usage.pages().map(Some).collect(),
+                usage: state.usage.pages().map(|(_, id)| Some(id)).collect(),
                 snapshots: state.snapshots.table(at),
             }
         };
@@ -140,7 +170,11 @@ impl Shared {
     }
 
     /// Writes the changed map pages below a page of the index, and this page.
-    async fn write_index(&self, number: u64, at: Position) -> Result<(), Failure> {
+    async fn write_index(
+        &self,
+        number: u64,
+        writer: &mut PageWriter<'_>,
+    ) -> Result<WrittenIndex, Failure> {
         let mut pages = self
             .with_map_for(Patience::Background, |state| {
                 Ok(state.map.index(number)?.map(<[_]>::to_vec))
@@ -154,94 +188,68 @@ impl Shared {
         };
         let mut old: Vec<PageId> =
             emptied.into_iter().filter_map(|child| pages[child].take()).collect();
-        let puts = leaves.iter().map(|leaf| -> Part<'_, _> {
-            Box::pin(async move { Ok((*leaf, self.write_leaf(*leaf).await?)) })
-        });
-        for (leaf, id) in all(puts, PAGES_IN_FLIGHT).await? {
-            old.extend(pages[split(leaf).1].replace(id));
+        let mut rest = leaves.iter();
+        // The next map pages are read while one is written.
+        let mut reads = Ahead::default();
+        loop {
+            while reads.len() < PAGES_IN_FLIGHT
+                && let Some(leaf) = rest.next()
+            {
+                reads.push(Box::pin(self.entries(*leaf)));
+            }
+            let Some(read) = reads.next().await else { break };
+            let (range, entries) = read?;
+            let encode = |identity, nonce| Leaf { identity, nonce, range, entries }.encode();
+            let id = writer.add(encode).await?;
+            old.extend(pages[split(range).1].replace(id));
         }
+        drop(reads);
         let id = match pages.iter().any(Option::is_some) {
-            true => Some(self.next_page()),
+            true => {
+                let first = number * MAX_CHILDREN as u64;
+                let pages = pages.clone();
+                let encode = |identity, nonce| Index { identity, nonce, first, pages }.encode();
+                Some(writer.add(encode).await?)
+            }
             false => None,
         };
-        if let Some(id) = id {
-            let identity = self.access.identity(id.epoch, id.number);
-            let nonce = self.access.nonce;
-            let first = number * MAX_CHILDREN as u64;
-            let page = Index { identity, nonce, first, pages: pages.clone() };
-            self.put(name(id), &page.encode()).await?;
-        }
-        let mut state = self.lock();
-        let place = usize::try_from(number).unwrap_or(usize::MAX);
-        old.extend(state.map.root().get(place).copied().flatten());
-        state.map.replace(number, id, pages, &leaves);
-        state.supersede(old.into_iter().filter(is_own).map(name), at);
-        Ok(())
+        Ok(WrittenIndex { number, id, pages, leaves, old })
     }
 
-    /// Writes a map page.
-    async fn write_leaf(&self, range: u64) -> Result<PageId, Failure> {
-        let entries = self
-            .with_map_for(Patience::Background, |state| {
-                Ok(state.map.leaf(range)?.map_or(Vec::new(), |page| page.entries().to_vec()))
-            })
-            .await?;
-        let id = self.next_page();
-        let identity = self.access.identity(id.epoch, id.number);
-        let page = Leaf { identity, nonce: self.access.nonce, range, entries };
-        self.put(name(id), &page.encode()).await?;
-        Ok(id)
+    /// Returns the entries of a map page, with its number.
+    fn entries(&self, leaf: u64) -> Part<'_, Result<(u64, Vec<Entry>), Failure>> {
+        Box::pin(async move {
+            let entries = self.with_map_for(Patience::Background, |state| {
+                Ok(state.map.leaf(leaf)?.map_or(Vec::new(), |page| page.entries().to_vec()))
+            });
+            Ok((leaf, entries.await?))
+        })
     }
 
-    async fn write_usage(&self, at: Position) -> Result<(), Failure> {
-        let dirty = self.lock().usage.dirty();
-        let puts = dirty.into_iter().map(|(chunk, objects)| -> Part<'_, _> {
-            Box::pin(async move { Ok((chunk, self.write_chunk(chunk, objects).await?)) })
-        });
-        for (chunk, id) in all(puts, PAGES_IN_FLIGHT).await? {
+    /// Makes pages of the index a part of the map, after they and the map pages below were put.
+    fn replace_indices(&self, written: Vec<WrittenIndex>, at: Position) {
+        for WrittenIndex { number, id, pages, leaves, mut old } in written {
             let mut state = self.lock();
-            let old = state.usage.replace(chunk, id).map(name);
-            state.supersede(old, at);
+            let place = usize::try_from(number).unwrap_or(usize::MAX);
+            old.extend(state.map.root().get(place).copied().flatten());
+            state.map.replace(number, id, pages, &leaves);
+            state.supersede_pages(old, at);
         }
-        Ok(())
     }
 
-    async fn write_chunk(
+    /// Writes the changed pages of the usage. Returns where they are; `None`: a page has no objects.
+    async fn write_usage(
         &self,
-        (epoch, _): Chunk,
-        objects: Vec<Used>,
-    ) -> Result<Option<PageId>, Failure> {
-        if objects.is_empty() {
-            return Ok(None);
+        writer: &mut PageWriter<'_>,
+    ) -> Result<Vec<(Chunk, Option<PageId>)>, Failure> {
+        let dirty = self.lock().usage.dirty();
+        let mut written = Vec::new();
+        for (chunk, objects) in dirty {
+            let (epoch, is_empty) = (chunk.0, objects.is_empty());
+            let encode = |identity, nonce| Usage { identity, nonce, epoch, objects }.encode();
+            let id = if is_empty { None } else { Some(writer.add(encode).await?) };
+            written.push((chunk, id));
         }
-        let id = self.next_page();
-        let identity = self.access.identity(id.epoch, id.number);
-        let page = Usage { identity, nonce: self.access.nonce, epoch, objects };
-        self.put(name(id), &page.encode()).await?;
-        Ok(Some(id))
+        Ok(written)
     }
-
-    fn next_page(&self) -> PageId {
-        let mut state = self.lock();
-        let number = state.checkpoints.next_page;
-        state.checkpoints.next_page += 1;
-        PageId { ancestor: 0, epoch: self.epoch, number }
-    }
-
-    /// Creates a page or checkpoint of this epoch.
-    async fn put(&self, name: Name, bytes: &[u8]) -> Result<(), Failure> {
-        match self.access.put(name, bytes, u32::MAX).await? {
-            Put::Own => Ok(()),
-            Put::Foreign => Err(Failure::Fenced),
-        }
-    }
-}
-
-/// Whether a page is one of this volume, and not of a parent.
-fn is_own(id: &PageId) -> bool {
-    id.ancestor == 0 || !applies(Rule::OwnObjects)
-}
-
-fn name(id: PageId) -> Name {
-    Name::Page { epoch: id.epoch, number: id.number }
 }

@@ -60,6 +60,7 @@ impl Place {
                 snapshot: found,
             }),
             key: None,
+            shared_pages: true,
         };
         description.key = new.key.as_ref().map(|(file, key)| file.wrap(&description, key));
         Volume::create(Arc::clone(&new.store), &description).await?;

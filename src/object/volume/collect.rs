@@ -72,13 +72,7 @@ impl Shared {
             let done = match work {
                 Work::Delete(name) => self.delete(name).await,
                 Work::Relocate(victims) => self.relocate_all(&victims, &mut memory).await,
-                Work::Sweep(reach) => {
-                    let swept = self.sweep(reach).await;
-                    if swept.is_err() && matches!(reach, Reach::Own(_)) {
-                        self.lock().checkpoints.has_orphans = true;
-                    }
-                    swept
-                }
+                Work::Sweep(reach) => self.sweep_and_merge(reach).await,
             };
             self.lock().ended();
             match done {
@@ -90,6 +84,16 @@ impl Shared {
                 }
             }
         }
+    }
+
+    /// Deletes what nothing refers to, and merges objects with few pages.
+    async fn sweep_and_merge(&self, reach: Reach) -> Result<(), Failure> {
+        let swept = self.sweep(reach).await;
+        if swept.is_err() && matches!(reach, Reach::Own(_)) {
+            self.lock().checkpoints.has_orphans = true;
+        }
+        swept?;
+        self.merge_pages().await
     }
 
     fn next_work(&self, state: &mut State, memory: &mut Memory) -> Option<Work> {
@@ -109,7 +113,9 @@ impl Shared {
         let is_due = checkpoints.has_orphans || checkpoints.count >= memory.sweep_at;
         if checkpoints.base.is_some() && is_due && !state.snapshots.is_rolled_back() {
             memory.sweep_at = checkpoints.count + self.config.sweep_checkpoints;
-            return Some(Work::Sweep(match std::mem::take(&mut checkpoints.has_orphans) {
+            let is_own =
+                std::mem::take(&mut checkpoints.has_orphans) || !state.page_objects.are_known();
+            return Some(Work::Sweep(match is_own {
                 true => Reach::Own(state.snapshots.confirmed()),
                 false => Reach::Earlier,
             }));

@@ -6,7 +6,7 @@
 //! request runs during that. So after one pass over the map, every checkpoint that covers the copies refers to no
 //! ancestor.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use super::access::Failure;
@@ -15,11 +15,10 @@ use super::flattening::{Flattening, Phase};
 use super::recovery::read_checkpoint;
 use super::repair::Progress;
 use super::shared::{Shared, State};
-use super::sweep::Pages;
 use super::table::Missing;
 use super::tasks::{Part, all};
 use crate::codec::{Extent, Index, Leaf, MAX_EXTENT_BYTES, PageId};
-use crate::name::{Name, Position, SnapshotId};
+use crate::name::{Position, SnapshotId};
 use crate::rules::{Rule, applies};
 
 /// The part of the volume that one step looks at, in bytes; at least one page of the map.
@@ -341,7 +340,7 @@ impl Shared {
             let known = state.snapshots.known();
             known.map(|(s, exists)| (s.id, s.name.clone(), s.history.base, exists)).collect()
         };
-        let (mut bases, mut clean) = (BTreeMap::new(), Pages::new());
+        let (mut bases, mut clean) = (BTreeMap::new(), BTreeSet::new());
         let (mut names, mut is_deletion_open) = (Vec::new(), false);
         for (id, name, base, exists) in known {
             if own.is_some() && base >= own {
@@ -373,24 +372,27 @@ impl Shared {
 
     /// Whether a checkpoint that a snapshot keeps refers to an ancestor. `clean` has the pages of the index that were
     /// looked at before.
-    async fn refers_to_ancestor(&self, base: Position, clean: &mut Pages) -> Result<bool, Failure> {
+    async fn refers_to_ancestor(
+        &self,
+        base: Position,
+        clean: &mut BTreeSet<PageId>,
+    ) -> Result<bool, Failure> {
         let checkpoint = read_checkpoint(&self.access, base).await?;
         for id in checkpoint.index.into_iter().flatten() {
-            if id.ancestor == 0 && clean.contains(&(id.epoch, id.number)) {
+            if clean.contains(&id) {
                 continue;
             }
             if id.ancestor != 0 || self.index_refers_to_ancestor(id).await? {
                 return Ok(true);
             }
-            clean.insert((id.epoch, id.number));
+            clean.insert(id);
         }
         Ok(false)
     }
 
     async fn index_refers_to_ancestor(&self, id: PageId) -> Result<bool, Failure> {
-        let (name, identity) = (page_name(id), self.access.identity(id.epoch, id.number));
-        let index = self.access.decode(name, |bytes| Index::decode(identity, bytes)).await?;
-        let leaves = index.ok_or(Failure::Lost(name))?.pages;
+        let index = self.access.page(id, Index::decode).await?;
+        let leaves = index.ok_or(Failure::Lost(id.object()))?.pages;
         if leaves.iter().flatten().any(|leaf| leaf.ancestor != 0) {
             return Ok(true);
         }
@@ -401,12 +403,8 @@ impl Shared {
     }
 
     async fn leaf_refers_to_ancestor(&self, id: PageId) -> Result<bool, Failure> {
-        let (name, identity) = (page_name(id), self.access.identity(id.epoch, id.number));
-        let leaf = self.access.decode(name, |bytes| Leaf::decode(identity, bytes)).await?;
-        Ok(leaf.ok_or(Failure::Lost(name))?.entries.iter().any(|entry| entry.ancestor != 0))
+        let leaf = self.access.page(id, Leaf::decode).await?;
+        let entries = leaf.ok_or(Failure::Lost(id.object()))?.entries;
+        Ok(entries.iter().any(|entry| entry.ancestor != 0))
     }
-}
-
-fn page_name(id: PageId) -> Name {
-    Name::Page { epoch: id.epoch, number: id.number }
 }

@@ -124,10 +124,7 @@ pub(super) async fn replay_damaged(
 }
 
 async fn read_usage(access: &Access, id: PageId) -> Result<Usage, Failure> {
-    let name = Name::Page { epoch: id.epoch, number: id.number };
-    let identity = access.identity(id.epoch, id.number);
-    let page = access.decode(name, |bytes| Usage::decode(identity, bytes)).await?;
-    page.ok_or(Failure::Lost(name))
+    access.page(id, Usage::decode).await?.ok_or(Failure::Lost(id.object()))
 }
 
 /// The slots above the checkpoint from which a history starts.

@@ -1,6 +1,6 @@
 //! What the parts of an open volume share.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
@@ -11,13 +11,15 @@ use super::access::{Access, Failure};
 use super::ahead::ReadAhead;
 use super::budget::Budget;
 use super::flattening::Phase;
+use super::pages::{PageObjects, Rest};
 use super::snapshots::Snapshots;
 use super::table::{self, Missing, inherited_entries, inherited_pages};
 use super::tail::Tail;
 use super::tasks::Part;
 use super::usage;
-use crate::codec::{Description, Index, Leaf, MAX_MAP_PAGES};
+use crate::codec::{Description, Index, Leaf, MAX_MAP_PAGES, PageId};
 use crate::name::{Name, Position};
+use crate::rules::{Rule, applies};
 use crate::tail_memory::TailMemory;
 
 /// How long an operation on the store is repeated while the store fails or refuses.
@@ -48,6 +50,7 @@ pub(super) struct State {
     pub(super) map: table::Table,
     pub(super) usage: usage::Table,
     pub(super) garbage: Garbage,
+    pub(super) page_objects: PageObjects,
     pub(super) budget: Budget,
     pub(super) checkpoints: Checkpoints,
     pub(super) snapshots: Snapshots,
@@ -75,7 +78,7 @@ pub(super) struct Checkpoints {
     pub(super) new_slots: u64,
     /// How many were written.
     pub(super) count: u64,
-    /// The number of the next page.
+    /// The number of the next object with pages.
     pub(super) next_page: u64,
     /// Pages and checkpoints of this epoch may be superfluous that no checkpoint has replaced.
     pub(super) has_orphans: bool,
@@ -93,12 +96,12 @@ pub(super) struct Pause {
 /// Objects that are, or will be, superfluous.
 #[derive(Default)]
 pub(super) struct Garbage {
-    /// What the next checkpoint makes superfluous, as far as it is known.
-    superseded: Vec<Name>,
-    /// What each checkpoint has made superfluous. Its base record is not confirmed.
-    pending: VecDeque<(Position, Vec<Name>)>,
-    /// All of these. The newest base may need them, although the map in memory does not.
-    held: BTreeSet<Name>,
+    /// What the next checkpoint does not need, as far as it is known.
+    superseded: Superseded,
+    /// What each checkpoint does not need. Its base record is not confirmed.
+    pending: VecDeque<(Position, Superseded)>,
+    /// How often each object is in these. The newest base may need it, although the map in memory does not.
+    held: BTreeMap<Name, usize>,
     /// What may be deleted.
     pub(super) permitted: VecDeque<Name>,
     /// The number of names in memory from which pages are left to a sweep.
@@ -107,6 +110,15 @@ pub(super) struct Garbage {
     leaves_pages: bool,
     /// The newest checkpoint that has made such pages superfluous. Its base record is not confirmed.
     left_at: Option<Position>,
+}
+
+/// What a checkpoint does not need.
+#[derive(Default)]
+struct Superseded {
+    /// Objects that can be deleted.
+    objects: Vec<Name>,
+    /// Objects with pages of which it does not need one. A sweep must find out whether it needs another one.
+    parts: BTreeSet<Name>,
 }
 
 /// The memory of the map in bytes, for each name of a superfluous object that is kept. A name takes about an eighth of
@@ -123,13 +135,26 @@ impl Garbage {
     /// or the usage, so that a sweep finds each object there or here.
     pub(super) fn supersede(&mut self, names: impl IntoIterator<Item = Name>) {
         for name in names {
-            if matches!(name, Name::Page { .. }) && self.names() >= self.max_names {
+            if matches!(name, Name::Page { .. }) && self.is_full() {
                 self.leaves_pages = true;
                 continue;
             }
-            self.held.insert(name);
-            self.superseded.push(name);
+            *self.held.entry(name).or_default() += 1;
+            self.superseded.objects.push(name);
         }
+    }
+
+    /// The next checkpoint does not need a page of the object. Must be called as [`Garbage::supersede`].
+    fn supersede_part(&mut self, object: Name) {
+        if self.is_full() {
+            self.leaves_pages = true;
+        } else if self.superseded.parts.insert(object) {
+            *self.held.entry(object).or_default() += 1;
+        }
+    }
+
+    fn is_full(&self) -> bool {
+        self.names() >= self.max_names
     }
 
     /// The number of names in memory.
@@ -149,18 +174,26 @@ impl Garbage {
     /// record is confirmed. Returns whether a sweep must find some of it.
     pub(super) fn permit(&mut self, checkpoint: Position) -> bool {
         while self.pending.front().is_some_and(|(at, _)| *at <= checkpoint) {
-            for name in self.pending.pop_front().map_or(Vec::new(), |(_, names)| names) {
-                self.held.remove(&name);
-                self.permitted.push_back(name);
-            }
+            let Some((_, Superseded { objects, parts })) = self.pending.pop_front() else { break };
+            objects.iter().chain(&parts).for_each(|name| self.release(*name));
+            self.permitted.extend(objects);
         }
         self.left_at.take_if(|at| *at <= checkpoint).is_some()
+    }
+
+    fn release(&mut self, name: Name) {
+        if let Some(times) = self.held.get_mut(&name) {
+            *times -= 1;
+            if *times == 0 {
+                self.held.remove(&name);
+            }
+        }
     }
 
     /// Whether the object must be kept until a base record is confirmed. All pages are, while it is not known which ones.
     pub(super) fn is_held(&self, name: Name) -> bool {
         let is_any_page_left = self.leaves_pages || self.left_at.is_some();
-        self.held.contains(&name) || is_any_page_left && matches!(name, Name::Page { .. })
+        self.held.contains_key(&name) || is_any_page_left && matches!(name, Name::Page { .. })
     }
 }
 
@@ -170,6 +203,22 @@ impl State {
     pub(super) fn supersede(&mut self, names: impl IntoIterator<Item = Name>, at: Position) {
         let Self { garbage, snapshots, .. } = self;
         garbage.supersede(names.into_iter().filter(|name| !snapshots.keep(*name, at)));
+    }
+
+    /// Takes pages that the checkpoint at `at` does not need.
+    pub(super) fn supersede_pages(
+        &mut self,
+        pages: impl IntoIterator<Item = PageId>,
+        at: Position,
+    ) {
+        let is_own = |page: &PageId| page.ancestor == 0 || !applies(Rule::OwnObjects);
+        for page in pages.into_iter().filter(is_own) {
+            match self.page_objects.supersede(page, at.epoch) {
+                Rest::Nothing => self.supersede([page.object()], at),
+                Rest::Unknown => self.garbage.supersede_part(page.object()),
+                Rest::Needed => {}
+            }
+        }
     }
 
     /// The snapshots have changed.
@@ -210,6 +259,7 @@ impl Shared {
             map,
             usage,
             garbage: Garbage::new(config.map_bytes),
+            page_objects: PageObjects::default(),
             budget: Budget::new(config.max_copies),
             checkpoints: Checkpoints::default(),
             snapshots: Snapshots::default(),
@@ -249,6 +299,7 @@ impl Shared {
         let other_state = other_state.unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut state = self.lock();
         state.map = other_state.map;
+        state.page_objects.forget();
         state.usage.roll_back(&other_state.usage, at);
         state.applied_size = other_state.applied_size;
         self.size.store(state.applied_size, Ordering::Release);
@@ -355,16 +406,14 @@ impl Shared {
     async fn load(&self, missing: Missing) -> Result<(), Failure> {
         let (Missing::Index(_, id) | Missing::Leaf(_, id)) = missing;
         let access = self.access.of(id.ancestor)?;
-        let name = Name::Page { epoch: id.epoch, number: id.number };
-        let identity = access.identity(id.epoch, id.number);
         let is_found = match missing {
             Missing::Index(number, id) => {
-                let page = access.decode(name, |bytes| Index::decode(identity, bytes)).await?;
+                let page = access.page(id, Index::decode).await?;
                 let pages = page.map(|page| inherited_pages(page.pages, id.ancestor));
                 pages.map(|pages| self.lock().map.supply_index(number, id, pages)).is_some()
             }
             Missing::Leaf(number, id) => {
-                let page = access.decode(name, |bytes| Leaf::decode(identity, bytes)).await?;
+                let page = access.page(id, Leaf::decode).await?;
                 let entries = page.map(|page| inherited_entries(page.entries, id.ancestor));
                 entries.map(|entries| self.lock().map.supply_leaf(number, id, entries)).is_some()
             }
@@ -372,7 +421,7 @@ impl Shared {
         if is_found || self.is_replaced(missing) {
             return Ok(());
         }
-        Err(self.lost(name).await)
+        Err(self.lost(id.object()).await)
     }
 
     /// Whether the map has a newer page in place of the one that was missing.

@@ -23,7 +23,7 @@ pub(super) enum Reach {
     Own(Start),
 }
 
-/// Pages by epoch and number.
+/// Objects with pages, by epoch and number.
 pub(super) type Pages = BTreeSet<(u64, u64)>;
 
 impl Shared {
@@ -106,20 +106,7 @@ impl Shared {
         for base in starts.iter().filter_map(|(_, base)| *base).collect::<BTreeSet<_>>() {
             self.remove_pages_of(base, pages, &mut seen).await?;
         }
-        let indices = {
-            let state = self.lock();
-            state.usage.pages().for_each(|id| remove(pages, id));
-            state.map.root().iter().flatten().for_each(|id| remove(pages, *id));
-            state.map.root().len() as u64
-        };
-        for number in 0..indices {
-            self.with_map(|state| {
-                let children = state.map.index(number)?.unwrap_or_default();
-                children.iter().flatten().for_each(|id| remove(pages, *id));
-                Ok(())
-            })
-            .await?;
-        }
+        self.visit_pages(|_, id| remove(pages, id)).await?;
         Ok(starts.into_iter().map(|(id, _)| id).collect())
     }
 
@@ -128,20 +115,18 @@ impl Shared {
         &self,
         base: Position,
         pages: &mut Pages,
-        seen: &mut Pages,
+        seen: &mut BTreeSet<PageId>,
     ) -> Result<(), Failure> {
         let checkpoint = read_checkpoint(&self.access, base).await?;
         checkpoint.usage.iter().flatten().for_each(|id| remove(pages, *id));
         for id in checkpoint.index.into_iter().flatten() {
             remove(pages, id);
             // A page of a parent refers to pages of parents only.
-            if id.ancestor != 0 || !seen.insert((id.epoch, id.number)) {
+            if id.ancestor != 0 || !seen.insert(id) {
                 continue;
             }
-            let name = Name::Page { epoch: id.epoch, number: id.number };
-            let identity = self.access.identity(id.epoch, id.number);
-            let index = self.access.decode(name, |bytes| Index::decode(identity, bytes)).await?;
-            let index = index.ok_or(Failure::Lost(name))?;
+            let index = self.access.page(id, Index::decode).await?;
+            let index = index.ok_or(Failure::Lost(id.object()))?;
             index.pages.into_iter().flatten().for_each(|id| remove(pages, id));
         }
         Ok(())

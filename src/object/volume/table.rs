@@ -10,7 +10,7 @@
 //! A map page that has become empty is no page in memory, but a number in a set of ranges. So a trim of any length
 //! takes the memory of one range.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use super::ranges::Ranges;
@@ -87,6 +87,8 @@ pub(super) struct Table {
     changes: BTreeMap<u64, Changes>,
     /// The map pages that have become empty since the last checkpoint. Those in `changes` have content again.
     emptied: Ranges,
+    /// The pages of the index that the next checkpoint writes, also if nothing below them has changed.
+    rewritten: BTreeSet<u64>,
     /// The pages that can be evicted, by their last use.
     evictable: BTreeMap<u64, Key>,
     tick: u64,
@@ -105,6 +107,7 @@ impl Table {
             pages: BTreeMap::new(),
             changes: BTreeMap::new(),
             emptied: Ranges::default(),
+            rewritten: BTreeSet::new(),
             evictable: BTreeMap::new(),
             tick: 0,
             page_bytes: 0,
@@ -389,10 +392,38 @@ impl Table {
         self.keep_whole(number);
     }
 
-    /// Returns the pages of the index below which map pages have changed.
+    /// Lets the next checkpoint write the page of the index again, and of the map pages below it those that are chosen,
+    /// with the same content.
+    ///
+    /// # Errors
+    /// Returns the page of the index if it must be loaded first.
+    pub(super) fn rewrite(
+        &mut self,
+        index: u64,
+        is_chosen: impl Fn(PageId) -> bool,
+    ) -> Result<(), Missing> {
+        let pages: Vec<Option<PageId>> = self.index(index)?.unwrap_or_default().to_vec();
+        let chosen = below(index).zip(pages).filter_map(|(number, id)| Some((number, id?)));
+        for (number, id) in chosen.filter(|(_, id)| is_chosen(*id)) {
+            if !self.changes.contains_key(&number) && !self.emptied.contains(number) {
+                let none =
+                    Changes { base: Some(id), list: Some(Vec::new()), bytes: OVERHEAD_BYTES };
+                self.changes.insert(number, none);
+                self.list_bytes += OVERHEAD_BYTES;
+            }
+        }
+        if self.root_of(index).is_some_and(is_chosen) {
+            self.rewritten.insert(index);
+        }
+        self.evict();
+        Ok(())
+    }
+
+    /// Returns the pages of the index that a checkpoint writes.
     pub(super) fn dirty_indices(&self) -> Vec<u64> {
         let mut numbers: Vec<u64> = self.changes.keys().map(|number| split(*number).0).collect();
         numbers.dedup();
+        numbers.extend(&self.rewritten);
         let emptied = self.emptied.within(0..u64::MAX);
         numbers.extend(emptied.flat_map(|range| split(range.start).0..=split(range.end - 1).0));
         numbers.sort_unstable();
@@ -422,6 +453,7 @@ impl Table {
     ) {
         self.root[usize::try_from(index).unwrap_or(usize::MAX)] = id;
         self.emptied.remove(&below(index));
+        self.rewritten.remove(&index);
         for number in leaves {
             self.forget_changes(*number);
             if let Some(cached) = self.pages.get_mut(&Key::Leaf(*number)) {

@@ -344,8 +344,13 @@ impl Table {
     }
 
     /// The pages of the usage.
-    pub(super) fn pages(&self) -> impl Iterator<Item = PageId> {
-        self.pages.values().copied()
+    pub(super) fn pages(&self) -> impl Iterator<Item = (Chunk, PageId)> {
+        self.pages.iter().map(|(chunk, id)| (*chunk, *id))
+    }
+
+    /// Lets the next checkpoint write a page again.
+    pub(super) fn rewrite(&mut self, chunk: Chunk) {
+        self.dirty.insert(chunk);
     }
 }
 
