@@ -253,7 +253,7 @@ impl NodeVolumes for Node {
     fn force<'a>(&'a self, handle: &'a str) -> Answer<'a, ()> {
         Box::pin(async move {
             let deadline = Instant::now() + UNMAP_TIMEOUT;
-            let done = self.driver.take_away(handle, deadline).await?;
+            let done = self.driver.unmap_by_force(handle, deadline).await?;
             tracing::warn!(volume = handle, "{done}");
             Ok(())
         })

@@ -1,6 +1,6 @@
 //! The driver: what all calls share.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use cleat_backend::Registry;
@@ -176,41 +176,6 @@ impl Driver {
     pub(crate) async fn unmap(&self, id: &str, deadline: Instant) -> Result<()> {
         self.host.lock(&mapping_name(id), false, deadline).await?;
         self.executor.unmap(&mapping_name(id), deadline).await.map(|_| ())
-    }
-
-    /// Unmaps a volume that this node has lost, as [`Driver::unmap_by_force`] does. kubelet may start a container of its
-    /// pods again, whose writes would succeed on the disk of the node, and be lost. So an empty directory without the
-    /// right to write is at the target paths from then on, until kubelet unpublishes the volume.
-    ///
-    /// # Errors
-    /// As [`Driver::unmap_by_force`]. A target path that cannot be covered is only logged.
-    pub async fn take_away(&self, id: &str, deadline: Instant) -> Result<String> {
-        let targets = self.targets(id, deadline).await.unwrap_or_else(|error| {
-            tracing::warn!(volume = id, "cannot find its target paths: {}", error.report());
-            Vec::new()
-        });
-        let done = self.unmap_by_force(id, deadline).await?;
-        for target in targets {
-            if let Err(error) = self.host.mount_empty(&target, deadline).await {
-                tracing::warn!(volume = id, path = %target.display(), "{}", error.report());
-            }
-        }
-        Ok(done)
-    }
-
-    /// Returns the directories of pods where the filesystem of a mapped volume is published.
-    async fn targets(&self, id: &str, deadline: Instant) -> Result<Vec<PathBuf>> {
-        let Some(view) = self.mapped(id, deadline).await? else { return Ok(Vec::new()) };
-        let device = self.device(&view, deadline).await?;
-        let pods = self.config.kubelet_dir.join("pods");
-        // Beside them are parts of the volume, which kubelet itself mounts below `volume-subpaths`.
-        let is_target = |path: &Path| {
-            path.strip_prefix(&pods)
-                .is_ok_and(|rest| rest.iter().nth(1) == Some("volumes".as_ref()))
-        };
-        let mounts = self.host.mounts().await?.into_iter();
-        let mounts = mounts.filter(|mount| mount.device == Some(device.number));
-        Ok(mounts.map(|mount| mount.path).filter(|path| is_target(path)).collect())
     }
 
     /// Unmaps a volume although its backend does not answer, and unmounts it everywhere. Returns what was

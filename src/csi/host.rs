@@ -137,9 +137,6 @@ pub trait Host: Send + Sync {
         deadline: Instant,
     ) -> Result<()>;
 
-    /// Mounts an empty directory at `target`, which cannot be written to.
-    async fn mount_empty(&self, target: &Path, deadline: Instant) -> Result<()>;
-
     /// Makes the node of a device visible at the file `target`.
     async fn bind_device(&self, device: &Path, target: &Path, deadline: Instant) -> Result<()>;
 
@@ -297,10 +294,6 @@ impl Host for ThisHost {
         deadline: Instant,
     ) -> Result<()> {
         filesystem::bind(source, target, read_only, deadline).await.map(drop)
-    }
-
-    async fn mount_empty(&self, target: &Path, deadline: Instant) -> Result<()> {
-        filesystem::mount_empty(target, deadline).await
     }
 
     async fn bind_device(&self, device: &Path, target: &Path, deadline: Instant) -> Result<()> {

@@ -50,7 +50,7 @@ pub use encryption::{encrypt, unlock};
 pub use format::{FormatOptions, format};
 pub use grow::{grow, needs_growth};
 pub use kind::Kind;
-pub use mount::{MountSpec, bind, bind_device, mount, mount_empty};
+pub use mount::{MountSpec, bind, bind_device, mount};
 pub use mount_table::{find, mounts};
 pub use trim::trim;
 pub use unlocked::{Unlocked, grow_unlocked, lock, unlocked};

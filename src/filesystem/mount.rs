@@ -120,24 +120,6 @@ fn without_context(target: &Path) -> Error {
     )
 }
 
-/// Mounts an empty directory at `target`. Its filesystem is read-only, so that no bind mount of it can be written to.
-///
-/// # Errors
-/// Returns `AlreadyExists` if `target` is a mount point; otherwise the errors of [`mount()`].
-pub async fn mount_empty(target: &Path, deadline: Instant) -> Result<()> {
-    refuse_mount_point(target, deadline).await?;
-    let options = "ro,nosuid,nodev,noexec,size=4k,nr_inodes=1,mode=0555";
-    let call = Call::new(MOUNT, target)
-        .args(["--internal-only", "--types", "tmpfs", "--options", options])
-        .args(["--source", "cleat-unmapped", "--target"])
-        .arg(target);
-    let ended = call.run(deadline).await?;
-    match ended.status.success() {
-        true => Ok(()),
-        false => Err(mount_failure(&ended, target)),
-    }
-}
-
 /// Makes the directory or file `source` visible at `target`, without the mounts below it, and returns the new
 /// mount. With `read_only`, writes through the new mount fail, whatever the mount of `source` permits.
 ///

@@ -2,7 +2,9 @@
 //!
 //! A container that runs on would see the directory of its own root file system at the path of an unmounted volume: what
 //! it writes there by path would succeed, and be lost with the container. So an empty directory that nobody can write to
-//! is mounted there instead, before the unmount where the kernel can do that (Linux 6.5).
+//! is mounted there instead, before the unmount where the kernel can do that (Linux 6.5). The same is done at the paths of
+//! the host that kubelet gives to containers: it may start a container again, also of a pod that was deleted, as long as it
+//! does not reach the API server.
 
 use std::fs::File;
 use std::io;
@@ -67,11 +69,12 @@ fn unmount_here(proc: &File, disk: &Disk) -> io::Result<()> {
         let mut progress = false;
         let mut refused = None;
         for mount in uncovered(&text).filter(|mount| mount.is_on(disk)) {
-            let is_covered = is_container && cover_beneath(&mount.path);
+            let is_shown = is_container || is_pod_volume(&mount.path);
+            let is_covered = is_shown && cover_beneath(&mount.path);
             match umount2(&mount.path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
                 Ok(()) => {
                     progress = true;
-                    if is_container && !is_covered {
+                    if is_shown && !is_covered {
                         cover(&mount.path);
                     }
                 }
@@ -101,8 +104,14 @@ fn is_container(proc: &File) -> bool {
         && own != of_host
 }
 
+/// Returns whether a path is that of a pod's volume, which kubelet shows to the containers of the pod:
+/// `…/pods/UID/volumes/kubernetes.io~csi/NAME/mount`. kubelet removes what is mounted there with the pod.
+fn is_pod_volume(path: &Path) -> bool {
+    path.iter().rev().nth(2) == Some("kubernetes.io~csi".as_ref())
+}
+
 /// Mounts an empty directory without the right to write beneath the mount at `path`, so that an unmount shows it and never
-/// the directory of the container. It ends with the namespace. Returns whether this has succeeded: Linux before 6.5 does
+/// the directory below. In a container, it ends with the namespace. Returns whether this has succeeded: Linux before 6.5 does
 /// not support it (`MOVE_MOUNT_BENEATH`).
 fn cover_beneath(path: &Path) -> bool {
     let cover = || {
@@ -128,8 +137,8 @@ fn cover_beneath(path: &Path) -> bool {
     result.is_ok()
 }
 
-/// Mounts an empty directory without the right to write. It ends with the namespace. Between the unmount and this mount, a
-/// process can write to the directory of the container.
+/// Mounts an empty directory without the right to write. Between the unmount and this mount, a process can write to the
+/// directory below.
 fn cover(path: &Path) {
     let flags = MsFlags::MS_RDONLY | MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
     let options = OPTIONS.map(|(option, value)| format!("{option}={value}")).join(",");
@@ -147,6 +156,21 @@ mod tests {
 
     fn disk(minor: u32) -> Disk {
         Disk { names: vec!["nbd1".into()], numbers: vec![DeviceNumber { major: 43, minor }] }
+    }
+
+    #[test]
+    fn the_paths_of_the_volumes_of_pods_are_known() {
+        let pod = "/var/lib/kubelet/pods/0f3b/volumes/kubernetes.io~csi";
+        let subpath = "/var/lib/kubelet/pods/0f3b/volume-subpaths/data/main/0";
+        for (path, expected) in [
+            (format!("{pod}/data/mount"), true),
+            (format!("{pod}/data"), false),
+            (subpath.to_owned(), false),
+            ("/var/lib/kubelet/plugins/kubernetes.io/csi/cleat/ab/globalmount".to_owned(), false),
+            ("/".to_owned(), false),
+        ] {
+            assert_eq!(is_pod_volume(Path::new(&path)), expected, "{path}");
+        }
     }
 
     #[test]

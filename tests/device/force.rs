@@ -187,15 +187,22 @@ fn loop_device(device: &str) {
     wait_until("the device is free", || orphans().is_empty());
 }
 
+/// The path of a pod's volume on the host, where kubelet shows it to containers that it starts.
+const POD_VOLUME: &str = "/srv/pods/uid/volumes/kubernetes.io~csi/name/mount";
+
 /// Three other mount namespaces: one has a copy of our mount, one has its own mount of the device below a tmpfs, and one
-/// is a container with a root of its own, which opens its file again and again. All mounts of the device have dirty pages.
+/// is a container with a root of its own, which opens its file again and again. Another process does so at the path of a
+/// pod's volume, whose mounts the namespaces of the host share. All mounts of the device have dirty pages.
 pub(crate) fn namespaces(device: &str) {
     mount(device, "ext4");
+    shell("mount -t tmpfs none /srv; mount --make-shared /srv");
+    shell(&format!("mkdir -p {POD_VOLUME}; mount --bind /mnt/forced {POD_VOLUME}"));
+    let mut pod = spawn(&format!("exec 2>&-; while :; do true >> {POD_VOLUME}/dirty; done"));
     let mut copy = spawn("exec unshare --mount --propagation private sleep 1000");
     let mut own = spawn(&format!(
         "exec unshare --mount --propagation private sh -c '
-           mount -t tmpfs none /srv; mkdir /srv/inner; mount {device} /srv/inner; mkdir /srv/inner/sub
-           mount -t tmpfs none /srv/inner/sub; echo x > /srv/inner/dirty; exec sleep 1000'"
+           umount /srv/pods/*/*/*/*/mount; mount -t tmpfs none /srv; mkdir /srv/inner; mount {device} /srv/inner
+           mkdir /srv/inner/sub; mount -t tmpfs none /srv/inner/sub; echo x > /srv/inner/dirty; exec sleep 1000'"
     ));
     let mut container = spawn(
         "exec unshare --mount --propagation private sh -c '
@@ -231,8 +238,13 @@ pub(crate) fn namespaces(device: &str) {
         "test -z \"$(nsenter --mount --target {} ls /data)\"; fails {write}",
         container.id()
     ));
-    // Nor may it have succeeded in the moment of the unmount.
+    shell(&format!("test -z \"$(ls {POD_VOLUME})\"; fails sh -c 'echo x > {POD_VOLUME}/file'"));
+    pod.kill().expect("killing the process");
+    pod.wait().expect("waiting for the process");
+    shell(&format!("umount {POD_VOLUME}; fails mountpoint -q {POD_VOLUME}"));
+    // Nor may they have succeeded in the moment of the unmount.
     if kernel_is_at_least(6, 5) {
+        shell(&format!("test -z \"$(ls {POD_VOLUME})\""));
         let pid = container.id();
         shell(&format!("kill -STOP {pid}; nsenter --mount --target {pid} umount /data"));
         shell(&format!("test -z \"$(nsenter --mount --target {pid} ls /data)\""));
@@ -241,6 +253,7 @@ pub(crate) fn namespaces(device: &str) {
         child.kill().expect("killing the process");
         child.wait().expect("waiting for the process");
     }
+    shell("umount /srv");
 }
 
 fn mounts_left_alone() {

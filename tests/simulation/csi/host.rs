@@ -304,11 +304,6 @@ impl Host for SimHost {
         Ok(())
     }
 
-    async fn mount_empty(&self, target: &Path, _: Instant) -> Result<()> {
-        self.violation(format!("{} is covered, and no volume was taken away", target.display()));
-        Ok(())
-    }
-
     async fn bind_device(&self, device: &Path, target: &Path, _: Instant) -> Result<()> {
         self.require(target, Entry::File)?;
         self.refuse_mount_point(target)?;
