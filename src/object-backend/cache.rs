@@ -1,15 +1,19 @@
 //! The cache of extents in files, which the supervisor passes to the worker. Workers of several volumes may have the same
 //! files.
 //!
-//! A file consists of [sets](set). The key of an extent says in which set it is, so no process remembers what is in the
-//! cache, and each finds what the others have written, also before a restart.
+//! A file consists of [sets](set). The key of an extent says in which set it is, so each process finds what the
+//! others have written, also before a restart.
+//!
+//! Each process remembers the places of extents that it has found, so that it need not read the table of a set again.
 //!
 //! Nothing is locked or synchronized, and nothing that a file says is trusted: the engine verifies what it gets from here.
 //! If two processes write to a set at the same time, one of the extents can be lost or have wrong bytes; it is read from
 //! the store then. The files may be truncated, damaged or removed at any moment, and their disk may be full.
 
+mod places;
 mod set;
 
+use std::cell::RefCell;
 use std::fs::File;
 use std::io::{self, IoSliceMut};
 use std::os::unix::fs::FileExt;
@@ -23,7 +27,8 @@ use cleat_object::store::Pending;
 use cleat_object::store::pool::{Lane, Pool};
 use rustix::io::ReadWriteFlags;
 
-use set::{SET_BYTES, TABLE_BYTES};
+use places::Places;
+use set::{ENTRY_BYTES, SET_BYTES, TABLE_BYTES};
 
 /// The data that waits to be written, in bytes. More is not kept.
 const MAX_QUEUED_BYTES: usize = 8 << 20;
@@ -42,14 +47,23 @@ struct Files {
     files: Vec<File>,
     /// The sets of each file; not 0.
     sets: u64,
+    places: Places,
     queued_bytes: AtomicUsize,
 }
 
 /// What can be said without waiting for the disk.
 enum AtOnce {
-    Is(Option<Vec<u8>>),
+    /// The bytes were taken, or refused.
+    Taken(bool),
+    /// The cache does not have the extent.
+    Absent,
     /// The disk must be read.
     Unknown,
+}
+
+thread_local! {
+    /// What is read at once: the copy of an entry, and an extent.
+    static READ: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
 impl FileCache {
@@ -63,7 +77,8 @@ impl FileCache {
             files.map(|file| file.try_clone().map(File::from)).collect();
         let files = files.map_err(|error| Error::from_io("the files of the cache", error))?;
         let sets = (cache.file_bytes / SET_BYTES).max(1);
-        let files = Arc::new(Files { files, sets, queued_bytes: AtomicUsize::new(0) });
+        let (places, queued_bytes) = (Places::new(), AtomicUsize::new(0));
+        let files = Arc::new(Files { files, sets, places, queued_bytes });
         let pool = Pool::start("cache", READERS, 1)
             .map_err(|error| Error::from_io("cannot start the threads of the cache", error))?;
         Ok(Self { files, pool })
@@ -72,11 +87,22 @@ impl FileCache {
 
 impl Cache for FileCache {
     fn get(&self, key: Key) -> Pending<'_, Option<Vec<u8>>> {
-        if let AtOnce::Is(bytes) = self.files.read_at_once(&key) {
-            return Box::pin(std::future::ready(bytes));
+        let mut found = Vec::new();
+        let taken = self.files.read_at_once(&key, &mut |bytes| {
+            found = bytes.to_vec();
+            true
+        });
+        match taken {
+            AtOnce::Taken(_) => return Box::pin(std::future::ready(Some(found))),
+            AtOnce::Absent => return Box::pin(std::future::ready(None)),
+            AtOnce::Unknown => {}
         }
         let files = Arc::clone(&self.files);
         self.pool.run(Lane::Read, move || files.read(&key).ok().flatten())
+    }
+
+    fn get_at_once(&self, key: Key, take: &mut dyn FnMut(&[u8]) -> bool) -> bool {
+        matches!(self.files.read_at_once(&key, take), AtOnce::Taken(true))
     }
 
     fn put(&self, key: Key, bytes: &[u8]) {
@@ -95,33 +121,36 @@ impl Cache for FileCache {
 }
 
 impl Files {
-    /// Reads an extent if the kernel has it in memory.
-    fn read_at_once(&self, key: &Key) -> AtOnce {
-        let (file, begin) = self.set_of(key);
+    /// Gives an extent to `take` if the kernel has it in memory.
+    fn read_at_once(&self, key: &Key, take: &mut dyn FnMut(&[u8]) -> bool) -> AtOnce {
+        let hash = hash(key);
+        let (file, begin) = self.set_of(hash);
+        if let Some(block) = self.places.get(hash)
+            && let AtOnce::Taken(taken) = read_copied(file, begin, (block, key), take)
+        {
+            return AtOnce::Taken(taken);
+        }
         let mut table = [0; TABLE_BYTES];
-        let read = |buffer: &mut [u8], at: u64| {
-            rustix::io::preadv2(file, &mut [IoSliceMut::new(buffer)], at, ReadWriteFlags::NOWAIT)
-        };
-        match read(&mut table, begin) {
+        match read_now(file, &mut table, begin) {
             // The file ends before the set.
-            Ok(0) => return AtOnce::Is(None),
+            Ok(0) => return AtOnce::Absent,
             Ok(TABLE_BYTES) => {}
             _ => return AtOnce::Unknown,
         }
-        let Some(entry) = set::find(&table, key) else { return AtOnce::Is(None) };
-        let mut bytes = vec![0; key.length as usize];
-        match read(&mut bytes, begin + entry.at()) {
-            Ok(read) if read == bytes.len() => AtOnce::Is(Some(bytes)),
-            _ => AtOnce::Unknown,
+        let Some(entry) = set::find(&table, key) else { return AtOnce::Absent };
+        let found = read_copied(file, begin, (entry.block(), key), take);
+        if matches!(found, AtOnce::Taken(true)) {
+            self.places.set(hash, entry.block());
         }
+        found
     }
 
     fn read(&self, key: &Key) -> io::Result<Option<Vec<u8>>> {
-        let (file, begin) = self.set_of(key);
+        let (file, begin) = self.set_of(hash(key));
         let table = table(file, begin)?;
         let Some(entry) = set::find(&table, key) else { return Ok(None) };
         let mut bytes = vec![0; key.length as usize];
-        file.read_exact_at(&mut bytes, begin + entry.at())?;
+        file.read_exact_at(&mut bytes, begin + entry.at() + ENTRY_BYTES as u64)?;
         Ok(Some(bytes))
     }
 
@@ -131,19 +160,49 @@ impl Files {
         if self.read(&key).is_ok_and(|found| found.as_deref() == Some(bytes)) {
             return Ok(());
         }
-        let (file, begin) = self.set_of(&key);
+        let hash = hash(&key);
+        let (file, begin) = self.set_of(hash);
         let Some(slot) = set::next(&table(file, begin)?, key) else { return Ok(()) };
-        file.write_all_at(bytes, begin + slot.entry.at())?;
-        file.write_all_at(&slot.entry.encode(), begin + slot.entry_at)
+        let entry = slot.entry.encode();
+        file.write_all_at(&[&entry, bytes].concat(), begin + slot.entry.at())?;
+        file.write_all_at(&entry, begin + slot.entry_at)?;
+        self.places.set(hash, slot.entry.block());
+        Ok(())
     }
 
     /// Returns the file with the set of an extent, and the position of the set in it.
-    fn set_of(&self, key: &Key) -> (&File, u64) {
-        let hash = hash(key);
+    fn set_of(&self, hash: u64) -> (&File, u64) {
         let files = self.files.len() as u64;
         let file = usize::try_from(hash % files).unwrap_or_default();
         (&self.files[file], hash / files % self.sets * SET_BYTES)
     }
+}
+
+/// Gives the extent behind a block to `take` if it is that of the key, and the kernel has it in memory.
+fn read_copied(
+    file: &File,
+    set: u64,
+    (block, key): (u32, &Key),
+    take: &mut dyn FnMut(&[u8]) -> bool,
+) -> AtOnce {
+    READ.with_borrow_mut(|buffer| {
+        let length = ENTRY_BYTES + key.length as usize;
+        if buffer.len() < length {
+            buffer.resize(length, 0);
+        }
+        let bytes = &mut buffer[..length];
+        match read_now(file, bytes, set + set::position(block)) {
+            Ok(read) if read == length && set::is_copy(&bytes[..ENTRY_BYTES], block, key) => {
+                AtOnce::Taken(take(&bytes[ENTRY_BYTES..]))
+            }
+            _ => AtOnce::Unknown,
+        }
+    })
+}
+
+/// Reads what the kernel has in memory.
+fn read_now(file: &File, buffer: &mut [u8], at: u64) -> rustix::io::Result<usize> {
+    rustix::io::preadv2(file, &mut [IoSliceMut::new(buffer)], at, ReadWriteFlags::NOWAIT)
 }
 
 /// Reads a table. What is behind the end of the file is zero.
@@ -294,15 +353,17 @@ mod tests {
         let cache = FileCache::open(&files).unwrap();
         cache.fill(0..7);
         let file = File::options().write(true).open(directory.path().join("0")).unwrap();
-        file.set_len(TABLE_BYTES as u64 + 4 * u64::from(LENGTH)).unwrap();
+        let (table, entry) = (TABLE_BYTES as u64, ENTRY_BYTES as u64);
+        let extent = entry + u64::from(LENGTH);
+        file.set_len(table + 4 * extent).unwrap();
         assert_eq!(cache.kept(0..7), [0, 1, 2, 3]);
         // The entry of the second one is damaged.
-        file.write_all_at(&[0xff], 64 + 20).unwrap();
-        assert_eq!(cache.kept(0..7), [0, 2, 3]);
+        file.write_all_at(&[0xff], entry + 20).unwrap();
+        assert_eq!(FileCache::open(&files).unwrap().kept(0..7), [0, 2, 3]);
         cache.fill(1..2);
         assert_eq!(cache.read(1), Some(bytes(1)));
         // Damaged bytes are replaced when the store was read.
-        file.write_all_at(&[0xff], TABLE_BYTES as u64 + 2 * u64::from(LENGTH)).unwrap();
+        file.write_all_at(&[0xff], table + 2 * extent + entry).unwrap();
         assert_ne!(cache.read(2), Some(bytes(2)));
         cache.fill(2..3);
         assert_eq!(cache.read(2), Some(bytes(2)));

@@ -24,6 +24,10 @@ pub trait Cache: Send + Sync {
     /// Returns the bytes of an extent, if the cache has them.
     fn get(&self, key: Key) -> Pending<'_, Option<Vec<u8>>>;
 
+    /// Gives the bytes of an extent to `take`, if the cache has them and need not wait for that. Returns what `take`
+    /// returns; false if it was not called.
+    fn get_at_once(&self, key: Key, take: &mut dyn FnMut(&[u8]) -> bool) -> bool;
+
     /// Offers the bytes of an extent. The cache may ignore them.
     fn put(&self, key: Key, bytes: &[u8]);
 }

@@ -121,7 +121,7 @@ impl Page {
     /// Splits `range` into pieces that one entry covers, or none.
     pub fn pieces(&self, range: Range<u32>) -> impl Iterator<Item = (Range<u32>, Option<&Entry>)> {
         let mut at = range.start;
-        let mut next = self.overlapping(&range).start;
+        let mut next = self.first_behind(range.start);
         std::iter::from_fn(move || {
             if at >= range.end {
                 return None;
@@ -183,10 +183,14 @@ impl Page {
 
     /// The indices of the entries that overlap `range`.
     fn overlapping(&self, range: &Range<u32>) -> Range<usize> {
-        let first =
-            self.entries.partition_point(|entry| entry.offset + entry.length <= range.start);
+        let first = self.first_behind(range.start);
         let end = self.entries.partition_point(|entry| entry.offset < range.end);
         first..end.max(first)
+    }
+
+    /// The index of the first entry that ends behind `start`.
+    fn first_behind(&self, start: u32) -> usize {
+        self.entries.partition_point(|entry| entry.offset + entry.length <= start)
     }
 }
 

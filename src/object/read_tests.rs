@@ -5,9 +5,12 @@ use std::future::ready;
 use std::sync::{Arc, Mutex};
 
 use crate::cache::{Cache, Key};
+use crate::clone_tests::Stores;
+use crate::codec::Description;
+use crate::encryption::KeyFile;
 use crate::name::Nonce;
 use crate::store::{Pending, Store};
-use crate::tests::{Memory, block_on, create, open, with_volume, yield_once};
+use crate::tests::{Memory, block_on, create, description, open, with_volume, yield_once};
 use crate::volume::{Config, Place, Volume};
 
 const SIZE: u64 = 8 << 20;
@@ -148,6 +151,10 @@ impl Cache for Kept {
         Box::pin(ready(self.extents.lock().unwrap().get(&key).cloned()))
     }
 
+    fn get_at_once(&self, key: Key, take: &mut dyn FnMut(&[u8]) -> bool) -> bool {
+        self.extents.lock().unwrap().get(&key).is_some_and(|bytes| take(bytes))
+    }
+
     fn put(&self, key: Key, bytes: &[u8]) {
         self.extents.lock().unwrap().insert(key, bytes.to_vec());
     }
@@ -192,4 +199,51 @@ fn a_cache_saves_reads_and_is_never_trusted() {
     assert_eq!(reads_of(&volume), 0, "they are in the cache again");
     kept.extents.lock().unwrap().clear();
     assert_eq!(reads_of(&volume), 1);
+}
+
+#[test]
+fn a_read_at_once_needs_no_store() {
+    for key in [None, Some(KeyFile::new(&[7; 32]).unwrap())] {
+        let memory = Arc::new(Memory::default());
+        let store: Arc<dyn Store> = Arc::<Memory>::clone(&memory);
+        let plain = description(4 << 20, 1 << 20);
+        let wrapped = key.as_ref().map(|file| file.wrap(&plain, &[8; 32]));
+        block_on(Volume::create(Arc::clone(&store), &Description { key: wrapped, ..plain }))
+            .unwrap();
+        let cache: Arc<dyn Cache> = Arc::<Kept>::default();
+        let place = block_on(Place::find_clone(
+            Arc::clone(&store),
+            Nonce([3; 16]),
+            &Stores(&[]),
+            key.as_ref(),
+        ));
+        let place = place.unwrap().with_cache(&cache);
+        assert_eq!(block_on(place.claim(3, "node")), Ok(true));
+        let volume = block_on(place.open(3, Config::default())).unwrap();
+        with_volume(&volume, async { volume.write(8192, &[5; 4096]).await }).unwrap();
+        let (mut block, mut none) = ([1; 4096], [1; 512]);
+        let at_once = |offset: u64, buffer: &mut [u8]| volume.read_at_once(offset, buffer);
+        assert!(at_once(8192, &mut block) && at_once(0, &mut none), "the tail, and no data");
+        assert_eq!((block, none), ([5; 4096], [0; 512]));
+        with_volume(&volume, async {
+            volume.flush().await?;
+            while volume.status().tail_bytes > 0 {
+                yield_once().await;
+            }
+            Ok(())
+        })
+        .unwrap();
+        let before = memory.log_reads();
+        assert!(!at_once(8192, &mut block), "it is in the store only");
+        assert!(!at_once((1 << 20) - 512, &mut [0; 1024]), "two pages");
+        assert!(!at_once(4 << 20, &mut none) && !at_once(7, &mut none), "no such ranges");
+        assert_eq!(memory.log_reads(), before);
+        block_on(volume.read(8192, &mut block)).unwrap();
+        let read = memory.log_reads();
+        // A part of the extent, with zeroes before it.
+        let mut both = [1; 4096];
+        assert!(at_once(6144, &mut both));
+        assert_eq!((&both[..2048], &both[2048..]), (&[0; 2048][..], &[5; 2048][..]));
+        assert_eq!(memory.log_reads(), read);
+    }
 }

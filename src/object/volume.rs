@@ -270,6 +270,12 @@ impl Volume {
         self.0.read(offset, buffer).await
     }
 
+    /// Reads a range if that needs no store and no disk: the map, the tail and the cache have it in memory. Never waits.
+    /// Returns false if something is missing or fails; [`Volume::read`] must be called then.
+    pub fn read_at_once(&self, offset: u64, buffer: &mut [u8]) -> bool {
+        self.0.read_at_once(offset, buffer)
+    }
+
     /// Returns when everything that was written before the call is durable in the store. Flushes at the same
     /// time share a put.
     ///

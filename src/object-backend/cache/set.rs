@@ -2,11 +2,13 @@
 //!
 //! ```text
 //! 0     table: 128 entries of 64 bytes
-//! 8192  extents, each at a multiple of 512 bytes
+//! 8192  extents, each at a multiple of 64 bytes and behind a copy of its entry
 //! ```
 //!
 //! Entries and extents are written one after the other, and then again from the first one on. So the oldest extents are
-//! overwritten. Each entry has a number, which is greater than that of all entries before it.
+//! overwritten. Each entry has a number, which is greater than that of all entries before it. What overwrites an extent
+//! overwrites the copy of its entry first, or together with it. So who knows the place of an extent needs no table: if the
+//! copy is there, the extent is.
 
 use cleat_object::cache::Key;
 use cleat_object::name::{Position, VolumeId};
@@ -18,19 +20,19 @@ pub(super) const SET_BYTES: u64 = 512 << 10;
 pub(super) const TABLE_BYTES: usize = ENTRIES * ENTRY_BYTES;
 
 /// The unit of places in a set, in bytes.
-const BLOCK_BYTES: u32 = 512;
+const BLOCK_BYTES: u32 = 64;
 
 /// The first block behind the table, and the end of the set.
-const FIRST_BLOCK: u32 = 16;
-const END_BLOCK: u32 = 1024;
+const FIRST_BLOCK: u32 = 128;
+const END_BLOCK: u32 = 8192;
 
 /// The length of an entry in bytes.
-const ENTRY_BYTES: usize = 64;
+pub(super) const ENTRY_BYTES: usize = 64;
 
-/// The entries of a table. Extents of 4 KiB fill the set with 126 of them.
+/// The entries of a table. Extents of 4 KiB fill the set with 124 of them.
 const ENTRIES: usize = 128;
 
-const MAGIC: [u8; 8] = *b"cleatex2";
+const MAGIC: [u8; 8] = *b"cleatex3";
 
 /// An extent in a set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,14 +52,19 @@ pub(super) struct Slot {
 }
 
 impl Entry {
-    /// The position of the extent in the set, in bytes.
+    /// The position of the copy of the entry in the set, in bytes. The extent follows it.
     pub(super) fn at(&self) -> u64 {
-        u64::from(self.block) * u64::from(BLOCK_BYTES)
+        position(self.block)
+    }
+
+    /// The first block of the copy.
+    pub(super) fn block(&self) -> u32 {
+        self.block
     }
 
     /// The block behind the extent.
     fn end(&self) -> u32 {
-        self.block + self.key.length.div_ceil(BLOCK_BYTES)
+        self.block.saturating_add(blocks(self.key.length))
     }
 
     fn overlaps(&self, other: &Self) -> bool {
@@ -100,9 +107,24 @@ impl Entry {
     }
 }
 
+/// The position of a block in the set, in bytes.
+pub(super) fn position(block: u32) -> u64 {
+    u64::from(block) * u64::from(BLOCK_BYTES)
+}
+
+/// The blocks of an extent of `length` bytes and of the copy of its entry.
+fn blocks(length: u32) -> u32 {
+    1 + length.div_ceil(BLOCK_BYTES)
+}
+
 /// Returns whether a set has room for an extent of `length` bytes.
 fn fits(length: u32) -> bool {
-    length.div_ceil(BLOCK_BYTES) <= END_BLOCK - FIRST_BLOCK
+    blocks(length) <= END_BLOCK - FIRST_BLOCK
+}
+
+/// Whether `copy`, which was read at a block, is the copy of the entry of an extent.
+pub(super) fn is_copy(copy: &[u8], block: u32, key: &Key) -> bool {
+    Entry::decode(copy).is_some_and(|entry| entry.key == *key && entry.block == block)
 }
 
 /// Returns the newest entry of an extent, if nothing was written over the extent since.
@@ -173,12 +195,12 @@ mod tests {
     /// A set in memory. Each block has the number of the extent in it.
     struct Set {
         table: [u8; TABLE_BYTES],
-        blocks: [u64; END_BLOCK as usize],
+        blocks: Vec<u64>,
     }
 
     impl Set {
         fn new() -> Self {
-            Self { table: [0; TABLE_BYTES], blocks: [0; END_BLOCK as usize] }
+            Self { table: [0; TABLE_BYTES], blocks: vec![0; END_BLOCK as usize] }
         }
 
         fn put(&mut self, number: u64, length: u32) {
@@ -209,8 +231,9 @@ mod tests {
         }
         let kept = (0..300).filter(|number| set.has(*number, 100)).count();
         assert_eq!(kept, ENTRIES, "short extents are limited by the table");
-        assert_eq!(next(&set.table, key(1, 504 << 10)).map(|slot| slot.entry.block), Some(16));
-        assert_eq!(next(&set.table, key(1, (504 << 10) + 1)), None);
+        let longest = (504 << 10) - 64;
+        assert_eq!(next(&set.table, key(1, longest)).map(|slot| slot.entry.block), Some(128));
+        assert_eq!(next(&set.table, key(1, longest + 1)), None);
     }
 
     proptest! {

@@ -186,6 +186,12 @@ impl Access {
         self.cache.as_ref()?.get(key).await
     }
 
+    /// Gives the bytes of an extent to `take` if the cache has them at once. They are not verified. Returns what `take`
+    /// returns; false if it was not called.
+    pub(super) fn cached_at_once(&self, key: Key, take: &mut dyn FnMut(&[u8]) -> bool) -> bool {
+        self.cache.as_ref().is_some_and(|cache| cache.get_at_once(key, take))
+    }
+
     /// Offers the verified bytes of an extent to the cache.
     pub(super) fn cache(&self, key: Key, bytes: &[u8]) {
         self.cache.iter().for_each(|cache| cache.put(key, bytes));
@@ -316,6 +322,21 @@ impl Access {
             let (name, range) = (Name::Slot(entry.object), Some(self.packing.stored(entry)));
             Failure::Damaged { name, range, damage }
         })
+    }
+
+    /// As [`Access::unpack`], if the key of the data is known; `None` also if the bytes are damaged.
+    pub(super) fn unpack_at_once<'a>(
+        &self,
+        entry: &Entry,
+        base: u64,
+        stored: &'a [u8],
+    ) -> Option<Cow<'a, [u8]>> {
+        let key = match &self.packing.encryption {
+            Encryption::None => None,
+            Encryption::Locked => return None,
+            Encryption::Open(cipher) => Some(cipher.known(entry.object.epoch)?),
+        };
+        self.packing.unpack(key.as_deref(), (entry, base), stored).ok()
     }
 
     /// Returns the key of the data in a log object; `None` if the volume is not encrypted. The writer of the object's

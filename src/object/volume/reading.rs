@@ -6,8 +6,9 @@ use std::sync::Arc;
 use super::access::Failure;
 use super::ahead::Loaded;
 use super::fetch::{Need, OF_REQUEST, READS_IN_FLIGHT};
-use super::shared::Shared;
+use super::shared::{Shared, State};
 use super::stored::Stored;
+use super::table::Missing;
 use super::tasks::{Part, all};
 use crate::codec::Entry;
 
@@ -105,31 +106,73 @@ impl Shared {
 
     /// The same within one page.
     async fn look_up(&self, offset: u64, buffer: &mut [u8]) -> Result<Places, Failure> {
+        self.with_map(|state| self.look_up_in(state, offset, buffer)).await
+    }
+
+    fn look_up_in(
+        &self,
+        state: &mut State,
+        offset: u64,
+        buffer: &mut [u8],
+    ) -> Result<Places, Missing> {
         let number = offset / self.page_bytes;
         let base = number * self.page_bytes;
-        self.with_map(|state| {
-            state.map.leaf(number)?;
-            let rest = state.tail.read(offset, buffer);
-            let page = state.map.leaf(number)?;
-            let mut entries = Vec::new();
-            for range in rest {
-                let [begin, end] = [range.start, range.end].map(|at| at - offset);
-                let [begin, end] = [begin, end].map(|at| usize::try_from(at).unwrap_or(usize::MAX));
-                buffer[begin..end].fill(0);
-                let Some(page) = page else { continue };
-                let [first, last] = [range.start, range.end].map(|at| at - base);
-                let [first, last] = [first, last].map(|at| u32::try_from(at).unwrap_or(u32::MAX));
-                for (piece, entry) in page.pieces(first..last) {
-                    let Some(entry) = entry else { continue };
-                    let skip = entry.skip + (piece.start - entry.offset);
-                    let (length, at) = (piece.end - piece.start, (piece.start - first) as usize);
-                    let entry = Entry { offset: piece.start, length, skip, ..*entry };
-                    entries.push(Place { at: begin + at, entry, base });
-                }
+        let State { map, tail, .. } = state;
+        let page = map.leaf(number)?;
+        let mut entries = Vec::new();
+        for range in tail.read(offset, buffer) {
+            let [begin, end] = [range.start, range.end].map(|at| at - offset);
+            let [begin, end] = [begin, end].map(|at| usize::try_from(at).unwrap_or(usize::MAX));
+            buffer[begin..end].fill(0);
+            let Some(page) = page else { continue };
+            let [first, last] = [range.start, range.end].map(|at| at - base);
+            let [first, last] = [first, last].map(|at| u32::try_from(at).unwrap_or(u32::MAX));
+            for (piece, entry) in page.pieces(first..last) {
+                let Some(entry) = entry else { continue };
+                let skip = entry.skip + (piece.start - entry.offset);
+                let (length, at) = (piece.end - piece.start, (piece.start - first) as usize);
+                let entry = Entry { offset: piece.start, length, skip, ..*entry };
+                entries.push(Place { at: begin + at, entry, base });
             }
-            Ok(entries)
+        }
+        Ok(entries)
+    }
+
+    /// Reads a range within one page, if the map, the tail and the cache have everything in memory. Returns false if not;
+    /// `buffer` may have changed then.
+    pub(super) fn read_at_once(&self, offset: u64, buffer: &mut [u8]) -> bool {
+        let length = buffer.len() as u64;
+        let is_in_page = offset % self.page_bytes + length <= self.page_bytes;
+        if !is_in_page || self.check_range(offset, length).is_err() {
+            return false;
+        }
+        let places = {
+            let mut state = self.lock();
+            if state.check().is_err() || state.ahead.bytes() > 0 {
+                return false;
+            }
+            self.look_up_in(&mut state, offset, buffer)
+        };
+        let is_read =
+            places.is_ok_and(|places| places.iter().all(|place| self.copy_cached(place, buffer)));
+        if is_read {
+            self.note_read(offset, length);
+        }
+        is_read
+    }
+
+    /// Copies a part of an extent from the cache. Returns false if the cache does not have it at once.
+    fn copy_cached(&self, place: &Place, buffer: &mut [u8]) -> bool {
+        let Place { at, entry, base } = place;
+        let Ok(access) = self.access.of(entry.ancestor) else { return false };
+        let key = self.access.stored(entry).key(access.cached_volume());
+        // The bytes of the cache prove nothing: another process may have changed them.
+        access.cached_at_once(key, &mut |bytes| {
+            let Some(data) = access.unpack_at_once(entry, *base, bytes) else { return false };
+            let length = entry.length as usize;
+            buffer[*at..*at + length].copy_from_slice(&data[entry.skip as usize..][..length]);
+            true
         })
-        .await
     }
 
     /// Reads the parts of extents to their positions in `buffer`.

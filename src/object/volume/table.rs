@@ -1,8 +1,8 @@
 //! The extent map in memory: a bounded part of its pages, and the changes since the last checkpoint.
 //!
 //! The map has three levels: the root, which is in the checkpoint and always in memory; pages of the index with
-//! the names of 1024 map pages each; and map pages. The lower two are loaded when they are needed, and evicted, the
-//! least recently used first. The changes of map pages stay until a checkpoint has written the pages;
+//! the names of 1024 map pages each; and map pages. The lower two are loaded when they are needed, and evicted if
+//! they were not used for a time. The changes of map pages stay until a checkpoint has written the pages;
 //! [`Table::dirty_bytes`] tells when one is due. A changed page can be evicted nevertheless: when it is needed, the
 //! changes are made again. So the memory depends on the number of changes and not on the size of the pages. A page of
 //! the index changes only in a checkpoint, and is written there at once.
@@ -65,8 +65,10 @@ struct Cached {
     /// The name in the last checkpoint.
     id: Option<PageId>,
     bytes: usize,
-    /// When the page was used last.
+    /// The place in the order of eviction.
     tick: u64,
+    /// The page was used since it got this place.
+    is_used: bool,
 }
 
 /// What has happened to a map page since the last checkpoint.
@@ -89,7 +91,7 @@ pub(super) struct Table {
     emptied: Ranges,
     /// The pages of the index that the next checkpoint writes, also if nothing below them has changed.
     rewritten: BTreeSet<u64>,
-    /// The pages that can be evicted, by their last use.
+    /// The pages that can be evicted, in the order in which that is tried.
     evictable: BTreeMap<u64, Key>,
     tick: u64,
     /// The memory of the pages, of the lists of changes, and of the pages that are not evicted because of changes.
@@ -459,7 +461,7 @@ impl Table {
             if let Some(cached) = self.pages.get_mut(&Key::Leaf(*number)) {
                 cached.id = pages[split(*number).1];
             }
-            self.touch(Key::Leaf(*number));
+            self.enqueue(Key::Leaf(*number));
         }
         self.insert(Key::Index(index), Content::Index(pages), id);
     }
@@ -477,34 +479,46 @@ impl Table {
             Content::Index(pages) => OVERHEAD_BYTES + size_of_val(pages.as_slice()),
             Content::Leaf(page) => leaf_bytes(page),
         };
-        let cached = Cached { content, id, bytes, tick: 0 };
+        let cached = Cached { content, id, bytes, tick: 0, is_used: true };
         if let Some(old) = self.pages.insert(key, cached) {
             self.evictable.remove(&old.tick);
             self.page_bytes -= old.bytes;
         }
         self.page_bytes += bytes;
-        self.touch(key);
+        self.enqueue(key);
         self.evict();
     }
 
+    /// Returns a page, which is used.
     fn touch(&mut self, key: Key) -> Option<&Cached> {
-        let is_whole = matches!(key, Key::Leaf(number) if self.is_whole(number));
         let cached = self.pages.get_mut(&key)?;
+        cached.is_used = true;
+        Some(cached)
+    }
+
+    /// Lets a page be evicted after all others, unless its changes are not in a list.
+    fn enqueue(&mut self, key: Key) {
+        let is_whole = matches!(key, Key::Leaf(number) if self.is_whole(number));
+        let Some(cached) = self.pages.get_mut(&key) else { return };
         self.evictable.remove(&cached.tick);
         self.tick += 1;
         cached.tick = self.tick;
         if !is_whole {
             self.evictable.insert(self.tick, key);
         }
-        Some(cached)
     }
 
-    /// Evicts pages until the rest is within the bound, but not the two that were used last: a page and its index.
+    /// Evicts pages until the rest is within the bound, but not the last two: a page and its index. A page that was used
+    /// gets a second chance: an order by the last use would have to be changed in each read.
     fn evict(&mut self) {
         while self.bytes() > self.max_bytes && self.evictable.len() > 2 {
             let Some((_, key)) = self.evictable.pop_first() else { return };
-            if let Some(cached) = self.pages.remove(&key) {
+            let Some(cached) = self.pages.get_mut(&key) else { continue };
+            if std::mem::take(&mut cached.is_used) {
+                self.enqueue(key);
+            } else {
                 self.page_bytes -= cached.bytes;
+                self.pages.remove(&key);
             }
         }
     }
