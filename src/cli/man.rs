@@ -177,9 +177,10 @@ volume info        {name, uri, id, size_bytes, used_bytes, created_at_s, objects
                    clones, claim, watchers: [{client, address}], locks: [{client, cookie, address}]}
   snapshot {id, name, size_bytes, created_at_s, protected, kind: user, trash, mirror or other}
 volume export, import {volume, file, size_bytes}
-volume fsck, scrub {snapshots, objects, defects: [{snapshot, range: {offset, length} | null, problem}]}
+volume fsck, scrub {snapshots, objects, defects: [{snapshot, range: {offset, length} | null, problem}],
+           unreferenced: {objects, names} | null}
 volume fsck --repair {dry_run, repairs: [{range, problem, source}], deleted: [name], deleted_objects,
-           refused: [{problem, reason}], snapshots, objects, defects}
+           refused: [{problem, reason}], snapshots, objects, defects, unreferenced}
 volume snapshot list  {snapshots: [snapshot]}
 volume diff        {volume, since, size_bytes, changes: [{offset, length, content}]}; content is data or zeroes
 volume trash list  {trash: [trashed]}

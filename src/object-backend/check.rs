@@ -61,6 +61,9 @@ impl CheckStore for ObjectStore {
         for content in &contents {
             checker.content(content.as_ref(), progress)?;
         }
+        if snapshot.is_none() {
+            checker.look_for_unreferenced(progress)?;
+        }
         Ok(checker.found)
     }
 
@@ -108,6 +111,20 @@ impl Checker<'_> {
                 );
                 self.add(None, None, problem);
             }
+        }
+        Ok(())
+    }
+
+    /// Looks for objects that nothing refers to, if that can be told: a client that has the volume open puts objects
+    /// before something refers to them.
+    fn look_for_unreferenced(&mut self, progress: Progress<'_>) -> Result<()> {
+        let is_told = self.found.defects.is_empty() && self.place.check_key().is_ok();
+        if is_told && !self.is_in_use()? {
+            let (done, total) = (self.done, self.total);
+            // It reads the map once more, which is shown as the end of the check.
+            let progress: Progress<'_> = &mut |_, _| progress(done, total);
+            self.found.unreferenced =
+                repair::unreferenced(&self.volume.shown(), self.place, progress)?;
         }
         Ok(())
     }

@@ -4,7 +4,7 @@
 use std::ops::ControlFlow;
 
 use cleat_backend::store::{
-    CheckStore, Checked, DamagedRange, Defect, Progress, Refused, Repair, Repaired,
+    CheckStore, Checked, DamagedRange, Defect, Progress, Refused, Repair, Repaired, Unreferenced,
 };
 use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -62,6 +62,22 @@ pub(crate) fn repair(
         false => done.checked,
     };
     Ok(Repaired { checked, ..done })
+}
+
+/// Returns the objects that nothing refers to, of a volume that no client writes to; `None` if a repair would do more than
+/// deleting them.
+///
+/// # Errors
+/// Returns `Aborted` if `progress` stopped the search, and otherwise the failure of the store.
+pub(crate) fn unreferenced(
+    shown: &str,
+    place: &Place,
+    progress: Progress<'_>,
+) -> Result<Option<Unreferenced>> {
+    let found = Run { shown, progress, is_stopped: false }.plan(place)?;
+    let names = found.leftovers.iter().map(Name::to_string).collect();
+    let all = Unreferenced { objects: found.leftover_count, names };
+    Ok((found.repairs.is_empty() && found.refusals.is_empty()).then_some(all))
 }
 
 /// A repair takes a volume from nobody.
@@ -124,7 +140,7 @@ impl Run<'_> {
 
 fn described(found: Findings) -> Repaired {
     let (objects, snapshots) = (found.objects, found.snapshots);
-    let mut checked = Checked { snapshots, objects, defects: Vec::new() };
+    let mut checked = Checked { snapshots, objects, ..Checked::default() };
     for (snapshot, defect) in found.defects {
         let (range, problem) = (Some(damaged(&defect.range)), defect.failure.to_string());
         add(&mut checked, Defect { snapshot, range, problem });

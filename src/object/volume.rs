@@ -5,7 +5,8 @@
 //! the volume at any moment: what was not flushed is lost then, as in a crash.
 //!
 //! Memory is bounded by [`Config`]: the tail of the log that is not in the map yet, the pages of the map, what is read
-//! ahead, and about 50 bytes for each log object; and by 20 MiB for a request that reads. Writes wait while the tail is full.
+//! ahead, and about 50 bytes for each log object; by 20 MiB for a request that reads, and by 12 MiB for a checkpoint that is
+//! written. Writes wait while the tail is full.
 
 mod access;
 mod ahead;

@@ -41,6 +41,18 @@ pub struct Checked {
     /// What was found, in the order of the snapshots and ranges. A check ends when it has found
     /// [`Checked::MAX_DEFECTS`].
     pub defects: Vec<Defect>,
+    /// The objects that nothing refers to; null if they were not looked for: only a snapshot was checked, there is a
+    /// defect, a client has the volume open, or the key file is missing.
+    pub unreferenced: Option<Unreferenced>,
+}
+
+/// Objects of a volume that nothing refers to. They take space and do no other harm.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Unreferenced {
+    /// Their number.
+    pub objects: u64,
+    /// Their names; at most [`Checked::MAX_DEFECTS`].
+    pub names: Vec<String>,
 }
 
 impl Checked {

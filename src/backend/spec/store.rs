@@ -21,7 +21,9 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-pub use super::check::{CheckStore, Checked, DamagedRange, Defect, Refused, Repair, Repaired};
+pub use super::check::{
+    CheckStore, Checked, DamagedRange, Defect, Refused, Repair, Repaired, Unreferenced,
+};
 pub use super::progress::Progress;
 use crate::changes::ChangeStore;
 use crate::group_snapshot::GroupSnapshotStore;

@@ -29,7 +29,8 @@ Examples:
 ///
 /// Reads the map of the volume, and of each object with data the header and the last byte that is needed. Compares the
 /// accounting of the space with the map. Prints each range that cannot be read, with the object that is lost or damaged;
-/// the exit code is 1 then. Without --repair it changes nothing, and the volume may be in use. Supports volumes of
+/// the exit code is 1 then. If no client has the volume open, it also prints the objects that nothing refers to, which take
+/// space and do no other harm. Without --repair it changes nothing, and the volume may be in use. Supports volumes of
 /// objects (dir:, s3:, gs:, az:).
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
@@ -121,8 +122,17 @@ fn repair(globals: &Globals, uri: &VolumeUri, dry_run: bool) -> Result<u8> {
 }
 
 fn described(uri: &VolumeUri, found: &Checked) -> String {
-    let lines = found.defects.iter().map(line).collect::<String>();
-    format!("{lines}{}: {}\n", short(&uri.to_string()), counts(found))
+    let mut text = found.defects.iter().map(line).collect::<String>();
+    let unreferenced = found.unreferenced.as_ref().filter(|unreferenced| unreferenced.objects > 0);
+    for name in unreferenced.iter().flat_map(|unreferenced| &unreferenced.names) {
+        text.push_str(&format!("{name}: nothing refers to it\n"));
+    }
+    text.push_str(&format!("{}: {}", short(&uri.to_string()), counts(found)));
+    if let Some(unreferenced) = unreferenced {
+        let objects = unreferenced.objects;
+        text.push_str(&format!("; nothing refers to {objects} objects (--repair deletes them)"));
+    }
+    text + "\n"
 }
 
 fn counts(found: &Checked) -> String {

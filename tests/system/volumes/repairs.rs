@@ -167,6 +167,20 @@ fn objects_that_nothing_refers_to_are_deleted_by_name() {
     let plan = json(&["fsck", "--repair", "--dry-run", &damaged.uri]);
     assert!(plan["deleted_objects"].as_u64() > Some(0), "{plan}");
     assert_eq!(plan["repairs"], serde_json::json!([]));
+    let check = json(&["fsck", &damaged.uri]);
+    let unreferenced = &check["unreferenced"];
+    assert_eq!(
+        (&unreferenced["names"], &unreferenced["objects"]),
+        (&plan["deleted"], &plan["deleted_objects"])
+    );
+    let shown = volume(&["fsck", &damaged.uri]);
+    assert!(shown.code == 0 && shown.stdout.contains(": nothing refers to it"), "{shown:?}");
+    {
+        let _user = User::of(&damaged.uri);
+        let check = json(&["fsck", &damaged.uri]);
+        assert_eq!(check["unreferenced"], serde_json::Value::Null, "a client has it open");
+    }
+    let plan = json(&["fsck", "--repair", "--dry-run", &damaged.uri]);
     let done = json(&["fsck", "--repair", &damaged.uri]);
     assert_eq!(done["deleted"], plan["deleted"]);
     for name in done["deleted"].as_array().expect("names") {
@@ -174,6 +188,7 @@ fn objects_that_nothing_refers_to_are_deleted_by_name() {
         assert!(!path.exists(), "{name}");
     }
     assert_eq!(json(&["fsck", "--repair", &damaged.uri])["deleted_objects"], 0);
+    assert_eq!(json(&["fsck", &damaged.uri])["unreferenced"]["objects"], 0);
     assert!(damaged.has_content());
 }
 
