@@ -25,6 +25,7 @@ mod keep;
 mod lineage;
 mod merge;
 mod opening;
+mod page_objects;
 mod pages;
 mod place;
 mod ranges;

@@ -114,7 +114,7 @@ impl Shared {
         if checkpoints.base.is_some() && is_due && !state.snapshots.is_rolled_back() {
             memory.sweep_at = checkpoints.count + self.config.sweep_checkpoints;
             let is_own =
-                std::mem::take(&mut checkpoints.has_orphans) || !state.page_objects.are_known();
+                std::mem::take(&mut checkpoints.has_orphans) || !checkpoints.pages.are_known();
             return Some(Work::Sweep(match is_own {
                 true => Reach::Own(state.snapshots.confirmed()),
                 false => Reach::Earlier,

@@ -1,7 +1,4 @@
-//! Pages on their way to the store: a checkpoint puts many of them as one object. And how many pages of each such object
-//! are needed, so that the object is deleted with the last of them.
-
-use std::collections::BTreeMap;
+//! Pages on their way to the store: a checkpoint puts many of them as one object.
 
 use super::access::{Failure, Put};
 use super::shared::Shared;
@@ -10,54 +7,6 @@ use crate::name::{Name, Nonce};
 
 /// The length from which on an object with pages is put, in bytes.
 pub(super) const OBJECT_BYTES: usize = 4 << 20;
-
-/// The objects with pages that this epoch has written.
-#[derive(Default)]
-pub(super) struct PageObjects {
-    /// The number of pages in each that are needed.
-    needed: BTreeMap<u64, usize>,
-    /// Some are missing here.
-    is_incomplete: bool,
-}
-
-/// What is known of the object of a page that is no longer needed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Rest {
-    /// Other pages in it are needed.
-    Needed,
-    /// Nothing else in it is needed.
-    Nothing,
-    /// It is not known: an earlier epoch has written the object, or the volume was rolled back since.
-    Unknown,
-}
-
-impl PageObjects {
-    /// A page is no longer needed that this volume has written.
-    pub(super) fn supersede(&mut self, page: PageId, epoch: u64) -> Rest {
-        if page.length == 0 {
-            return Rest::Nothing;
-        }
-        let needed = self.needed.get_mut(&page.number).filter(|_| page.epoch == epoch);
-        let Some(needed) = needed else { return Rest::Unknown };
-        *needed -= 1;
-        if *needed > 0 {
-            return Rest::Needed;
-        }
-        self.needed.remove(&page.number);
-        Rest::Nothing
-    }
-
-    /// Whether the number of needed pages is known for all objects of the epoch. A sweep must find the others.
-    pub(super) fn are_known(&self) -> bool {
-        !self.is_incomplete
-    }
-
-    /// The volume has another content, which may need pages that were not needed before.
-    pub(super) fn forget(&mut self) {
-        self.is_incomplete |= !self.needed.is_empty();
-        self.needed.clear();
-    }
-}
 
 /// An object with pages that is not complete.
 pub(super) struct PageWriter<'a> {
@@ -107,7 +56,7 @@ impl<'a> PageWriter<'a> {
         let name = Name::Page { epoch: self.shared.epoch, number: self.number };
         self.shared.put(name, &self.bytes).await?;
         if self.shared.description.shared_pages {
-            self.shared.lock().page_objects.needed.insert(self.number, self.pages);
+            self.shared.lock().checkpoints.pages.add(self.number, self.pages);
         }
         self.bytes.clear();
         self.pages = 0;

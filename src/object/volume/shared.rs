@@ -11,7 +11,7 @@ use super::access::{Access, Failure};
 use super::ahead::ReadAhead;
 use super::budget::Budget;
 use super::flattening::Phase;
-use super::pages::{PageObjects, Rest};
+use super::page_objects::{PageObjects, Rest};
 use super::snapshots::Snapshots;
 use super::table::{self, Missing, inherited_entries, inherited_pages};
 use super::tail::Tail;
@@ -50,7 +50,6 @@ pub(super) struct State {
     pub(super) map: table::Table,
     pub(super) usage: usage::Table,
     pub(super) garbage: Garbage,
-    pub(super) page_objects: PageObjects,
     pub(super) budget: Budget,
     pub(super) checkpoints: Checkpoints,
     pub(super) snapshots: Snapshots,
@@ -80,6 +79,8 @@ pub(super) struct Checkpoints {
     pub(super) count: u64,
     /// The number of the next object with pages.
     pub(super) next_page: u64,
+    /// The objects with pages of this epoch.
+    pub(super) pages: PageObjects,
     /// Pages and checkpoints of this epoch may be superfluous that no checkpoint has replaced.
     pub(super) has_orphans: bool,
 }
@@ -213,7 +214,7 @@ impl State {
     ) {
         let is_own = |page: &PageId| page.ancestor == 0 || !applies(Rule::OwnObjects);
         for page in pages.into_iter().filter(is_own) {
-            match self.page_objects.supersede(page, at.epoch) {
+            match self.checkpoints.pages.supersede(page, at.epoch) {
                 Rest::Nothing => self.supersede([page.object()], at),
                 Rest::Unknown => self.garbage.supersede_part(page.object()),
                 Rest::Needed => {}
@@ -259,7 +260,6 @@ impl Shared {
             map,
             usage,
             garbage: Garbage::new(config.map_bytes),
-            page_objects: PageObjects::default(),
             budget: Budget::new(config.max_copies),
             checkpoints: Checkpoints::default(),
             snapshots: Snapshots::default(),
@@ -299,7 +299,7 @@ impl Shared {
         let other_state = other_state.unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut state = self.lock();
         state.map = other_state.map;
-        state.page_objects.forget();
+        state.checkpoints.pages.forget();
         state.usage.roll_back(&other_state.usage, at);
         state.applied_size = other_state.applied_size;
         self.size.store(state.applied_size, Ordering::Release);
