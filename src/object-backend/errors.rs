@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::request::IoError;
+use cleat_object::codec::Damage;
 use cleat_object::name::Name;
 use cleat_object::store::StoreError;
 use cleat_object::volume::Failure;
@@ -33,16 +34,17 @@ pub(crate) fn failed(name: &str, failure: Failure) -> Error {
             format!("the store of {name} fails"),
             "check that the store can be reached, then repeat the command",
         ),
+        Failure::Unsupported(_)
+        | Failure::Damaged { damage: Damage::Features(_) | Damage::Version(_), .. } => (
+            ErrorKind::Unsupported,
+            format!("{name} was written by another build"),
+            "use the build of cleat that has written the volume, or a later one",
+        ),
         Failure::Lost(_) | Failure::Damaged { .. } => (
             ErrorKind::Internal,
             format!("{name} is damaged"),
             "cleat volume fsck --repair repairs what is safe; else restore the object that the error names, or the volume, \
              from a backup",
-        ),
-        Failure::Unsupported(_) => (
-            ErrorKind::Unsupported,
-            format!("{name} was written by another build"),
-            "use the build of cleat that has written the volume",
         ),
         Failure::Locked | Failure::WrongKey | Failure::NotEncrypted => key_error(name, &failure),
         Failure::NoSnapshot => {
@@ -132,5 +134,23 @@ pub(crate) fn wait<T>(
     match block_until(deadline, operation) {
         Some(result) => result.map_err(|failure| failed(name, failure)),
         None => Err(no_answer(name)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_volume_of_a_later_build_is_not_called_damaged() {
+        for (damage, kind) in [
+            (Damage::Features(1 << 31), ErrorKind::Unsupported),
+            (Damage::Version(2), ErrorKind::Unsupported),
+            (Damage::Checksum, ErrorKind::Internal),
+        ] {
+            let name = Name::Description;
+            let error = failed("v", Failure::Damaged { name, range: None, damage });
+            assert_eq!(error.kind(), kind, "{}", error.report());
+        }
     }
 }
