@@ -34,8 +34,7 @@ pub(crate) fn failed(name: &str, failure: Failure) -> Error {
             format!("the store of {name} fails"),
             "check that the store can be reached, then repeat the command",
         ),
-        Failure::Unsupported(_)
-        | Failure::Damaged { damage: Damage::Features(_) | Damage::Version(_), .. } => (
+        Failure::Unsupported(_) | Failure::Damaged { damage: Damage::Features(_), .. } => (
             ErrorKind::Unsupported,
             format!("{name} was written by another build"),
             "use the build of cleat that has written the volume, or a later one",
@@ -145,7 +144,8 @@ mod tests {
     fn a_volume_of_a_later_build_is_not_called_damaged() {
         for (damage, kind) in [
             (Damage::Features(1 << 31), ErrorKind::Unsupported),
-            (Damage::Version(2), ErrorKind::Unsupported),
+            // The version is read before the checksum is verified.
+            (Damage::Version(2), ErrorKind::Internal),
             (Damage::Checksum, ErrorKind::Internal),
         ] {
             let name = Name::Description;

@@ -21,7 +21,7 @@ const INDICES_AT_ONCE: usize = 64;
 
 /// The number of changed map pages from which on a checkpoint is due. No slot is applied while it is written, and most of
 /// the pages may have to be read first.
-const MAX_CHANGED_PAGES: usize = 8192;
+pub(super) const MAX_CHANGED_PAGES: usize = 8192;
 
 /// A page of the index, and the map pages below, which a checkpoint has written.
 struct WrittenIndex {

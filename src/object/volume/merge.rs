@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::access::Failure;
+use super::checkpoint::MAX_CHANGED_PAGES;
 use super::pages::OBJECT_BYTES;
 use super::shared::Shared;
 use super::usage::Chunk;
@@ -11,6 +12,16 @@ use crate::codec::PageId;
 
 /// The pages that are written again after one look at the map, as a number of full objects.
 const OBJECTS_AT_ONCE: u64 = 4;
+
+/// The number of these pages. A checkpoint may have to read each of them, and no slot is applied meanwhile.
+const PAGES_AT_ONCE: u64 = MAX_CHANGED_PAGES as u64;
+
+/// The needed pages of an object.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+struct Needed {
+    bytes: u64,
+    pages: u64,
+}
 
 /// A page that the volume needs.
 #[derive(Debug, Clone, Copy)]
@@ -51,11 +62,13 @@ impl Shared {
     /// Lets the next checkpoint write the pages of the emptiest objects again, if there are many objects for the pages that
     /// are needed.
     pub(super) async fn merge_pages(&self) -> Result<(), Failure> {
-        let mut needed = BTreeMap::new();
+        let mut needed: BTreeMap<(u64, u64), Needed> = BTreeMap::new();
         self.visit_pages(|_, id| {
             // A page that is a whole object has no length, and stays until it changes.
             if id.ancestor == 0 && id.length > 0 {
-                *needed.entry((id.epoch, id.number)).or_default() += u64::from(id.length);
+                let object = needed.entry((id.epoch, id.number)).or_default();
+                object.bytes += u64::from(id.length);
+                object.pages += 1;
             }
         })
         .await?;
@@ -82,20 +95,20 @@ impl Shared {
     }
 }
 
-/// The emptiest objects, if there are more than `spare` besides twice the number that the needed pages would fill. `needed`
-/// has the bytes of the needed pages in each object.
-fn victims(needed: &BTreeMap<(u64, u64), u64>, full: u64, spare: usize) -> BTreeSet<(u64, u64)> {
-    let total: u64 = needed.values().sum();
+/// The emptiest objects, if there are more than `spare` besides twice the number that the needed pages would fill.
+fn victims(needed: &BTreeMap<(u64, u64), Needed>, full: u64, spare: usize) -> BTreeSet<(u64, u64)> {
+    let total: u64 = needed.values().map(|object| object.bytes).sum();
     let filled = usize::try_from(total / full + 1).unwrap_or(usize::MAX);
     if needed.len() <= filled.saturating_mul(2).saturating_add(spare) {
         return BTreeSet::new();
     }
-    let mut objects: Vec<_> = needed.iter().map(|(object, bytes)| (*bytes, *object)).collect();
+    let mut objects: Vec<_> = needed.iter().map(|(object, needed)| (*needed, *object)).collect();
     objects.sort_unstable();
-    let mut written = 0;
-    let few = objects.into_iter().take(needed.len() - filled).take_while(|(bytes, _)| {
-        written += bytes;
-        written <= full.saturating_mul(OBJECTS_AT_ONCE)
+    let mut written = Needed::default();
+    let few = objects.into_iter().take(needed.len() - filled).take_while(|(needed, _)| {
+        written.bytes += needed.bytes;
+        written.pages += needed.pages;
+        written.bytes <= full.saturating_mul(OBJECTS_AT_ONCE) && written.pages <= PAGES_AT_ONCE
     });
     few.map(|(_, object)| object).collect()
 }
@@ -104,9 +117,10 @@ fn victims(needed: &BTreeMap<(u64, u64), u64>, full: u64, spare: usize) -> BTree
 mod tests {
     use super::*;
 
-    /// Objects of epoch 1 with these bytes.
-    fn objects(bytes: &[u64]) -> BTreeMap<(u64, u64), u64> {
-        (0..).zip(bytes).map(|(number, bytes)| ((1, number), *bytes)).collect()
+    /// Objects of epoch 1 with these bytes, each with one page.
+    fn objects(bytes: &[u64]) -> BTreeMap<(u64, u64), Needed> {
+        let needed = bytes.iter().map(|bytes| Needed { bytes: *bytes, pages: 1 });
+        (0..).zip(needed).map(|(number, needed)| ((1, number), needed)).collect()
     }
 
     #[test]
@@ -129,5 +143,8 @@ mod tests {
         assert!(found.is_empty(), "they are 60 percent full");
         let found = victims(&objects(&[30; 100]), 100, 0);
         assert_eq!(found.len(), 13, "390 of 400 bytes");
+        let mut many = objects(&[30; 100]);
+        many.values_mut().for_each(|object| object.pages = 1000);
+        assert_eq!(victims(&many, 100, 0).len(), 8, "8000 of 8192 pages");
     }
 }
