@@ -19,7 +19,8 @@ const MIN_SEQUENTIAL_BYTES: u64 = if cfg!(test) { 512 } else { 256 << 10 };
 const SLACK_BYTES: u64 = 1 << 20;
 
 /// The bytes of the first step. Later ones are longer, because a store may need several times as long for eight reads of
-/// 1 MiB as for one of 8 MiB: Ceph's radosgw reads the first 4 MiB of an object for each.
+/// 1 MiB as for one of 8 MiB: Ceph's radosgw reads the first 4 MiB of an object for each. For the same reason, a step reads
+/// an object as a whole if most of it is in its range, and leaves it to the next one otherwise.
 const STEP_BYTES: u64 = if cfg!(test) { 8 << 10 } else { 1 << 20 };
 
 /// The length of the longest step, in first steps.
@@ -32,6 +33,15 @@ pub(super) enum Loaded {
     Running,
     /// Its content.
     Ready(Arc<[u8]>),
+}
+
+/// What is read at once.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Step {
+    /// What this step and earlier ones read.
+    pub(super) range: Range<u64>,
+    /// The range, with that in which parts of its objects may be. What requests have read already is not in it.
+    pub(super) surroundings: Range<u64>,
 }
 
 /// Reads that follow each other.
@@ -53,6 +63,8 @@ pub(super) struct ReadAhead {
     max_bytes: u64,
     streams: [Stream; STREAMS],
     tick: u64,
+    /// Whether a step is being looked up in the map. The next one needs to know what it reads.
+    is_chosen: bool,
     extents: BTreeMap<Stored, Loaded>,
     /// The extents in the order in which they were added. Some are gone.
     order: VecDeque<Stored>,
@@ -66,6 +78,7 @@ impl ReadAhead {
             max_bytes: max_bytes as u64,
             streams: [Stream::default(); STREAMS],
             tick: 0,
+            is_chosen: false,
             extents: BTreeMap::new(),
             order: VecDeque::new(),
             bytes: 0,
@@ -108,14 +121,26 @@ impl ReadAhead {
         stream.wants(self.max_bytes)
     }
 
-    /// Returns the next range to read ahead, in a volume of this size.
-    pub(super) fn next(&mut self, size: u64) -> Option<Range<u64>> {
+    /// Returns the next step, in a volume of this size. [`ReadAhead::begun`] ends its choice.
+    pub(super) fn next(&mut self, size: u64) -> Option<Step> {
+        if self.is_chosen {
+            return None;
+        }
         let max_bytes = self.max_bytes;
         let wanting = |stream: &&mut Stream| stream.wants(max_bytes) && stream.ahead < size;
         let newest = self.streams.iter_mut().filter(wanting).max_by_key(|stream| stream.tick)?;
-        let range = newest.ahead..size.min(newest.ahead + newest.step());
-        newest.ahead = range.end;
-        Some(range)
+        let begin = newest.ahead;
+        let step = newest.step();
+        newest.ahead = size.min(begin + step);
+        self.is_chosen = true;
+        let first = newest.end.max(begin.saturating_sub(step / 2));
+        let last = size.min(newest.ahead + step / 2);
+        Some(Step { range: begin..newest.ahead, surroundings: first..last })
+    }
+
+    /// Notes that all extents of the step were added.
+    pub(super) fn begun(&mut self) {
+        self.is_chosen = false;
     }
 
     /// Adds an extent that is about to be read. Returns false if it is there already, or if there is no room.

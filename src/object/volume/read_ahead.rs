@@ -4,17 +4,54 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::access::Failure;
-use super::ahead::Loaded;
+use super::ahead::{Loaded, Step};
 use super::fetch::{Need, Reads};
 use super::shared::{Shared, State};
 use super::stored::Stored;
 use crate::codec::Entry;
 
 /// The steps that are in progress at the same time.
-pub(super) const STEPS: usize = 3;
+pub(super) const STEPS: usize = 4;
 
-/// The reads of a step, which mostly has parts of two objects.
-const OF_STEP: Reads = Reads { max_bytes: 8 << 20, in_flight: 2 };
+/// The reads of a step, which mostly has one object.
+const OF_STEP: Reads = Reads { max_bytes: 12 << 20, in_flight: 2 };
+
+/// The extents of an object in the surroundings of a step, in their order in the object, each with the first byte of its
+/// page.
+struct Group {
+    extents: BTreeMap<Stored, (Entry, u64)>,
+    /// The offset of the first one in the volume.
+    first: u64,
+    /// The bytes of the extents in the range of the step, or before it.
+    inside: u64,
+    /// The bytes behind it.
+    behind: u64,
+}
+
+impl Group {
+    fn new(first: u64) -> Self {
+        Self { extents: BTreeMap::new(), first, inside: 0, behind: 0 }
+    }
+
+    /// Whether this step reads the extents. The next one reads them if most of them are behind the range, and all are in
+    /// its surroundings, which begin at least as far before it as those of this step end behind it.
+    fn is_for(&self, step: &Step) -> bool {
+        let Step { range, surroundings } = step;
+        let next = range.end.saturating_sub(surroundings.end - range.end);
+        self.inside >= self.behind || self.first < next
+    }
+}
+
+/// The choice of a step. Ends with it.
+struct Choice<'a>(&'a Shared);
+
+impl Drop for Choice<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.lock();
+        state.ahead.begun();
+        state.changed();
+    }
+}
 
 /// An extent that is read ahead. If it is dropped before it has the content, requests no longer wait for it.
 struct Running<'a> {
@@ -64,50 +101,67 @@ impl Shared {
             let next = |state: &mut State| match state.pause.is_wanted {
                 true => None,
                 false => {
-                    let range = state.ahead.next(self.size());
-                    state.pause.running += usize::from(range.is_some());
-                    range
+                    let step = state.ahead.next(self.size());
+                    state.pause.running += usize::from(step.is_some());
+                    step
                 }
             };
-            let range = match self.wait(next).await {
-                Ok(range) => range,
+            let step = match self.wait(next).await {
+                Ok(step) => step,
                 Err(failure) => return failure,
             };
-            let _ = self.load_ahead(range).await;
+            let _ = self.load_ahead(step).await;
             self.lock().ended();
         }
     }
 
-    async fn load_ahead(&self, range: Range<u64>) -> Result<(), Failure> {
-        let mut extents: BTreeMap<Stored, (Entry, u64)> = BTreeMap::new();
-        for (number, part) in self.parts(range) {
+    async fn load_ahead(&self, step: Step) -> Result<(), Failure> {
+        let choice = Choice(self);
+        let mut objects: BTreeMap<_, Group> = BTreeMap::new();
+        for (number, part) in self.parts(step.surroundings.clone()) {
             let base = number * self.page_bytes;
-            let begin = base + u64::from(part.start);
-            let end = base + u64::from(part.end);
-            let found = self.with_map(|state| {
-                let covered = state.tail.cover_of(begin..end);
-                let Some(page) = state.map.leaf(number)? else { return Ok(Vec::new()) };
-                let mut found = Vec::new();
-                for (range, in_tail) in covered {
-                    if in_tail.is_none() {
-                        let [first, last] = [range.start, range.end]
-                            .map(|at| u32::try_from(at - base).unwrap_or(u32::MAX));
-                        found.extend(
-                            page.pieces(first..last).filter_map(|(_, entry)| entry.copied()),
-                        );
-                    }
-                }
-                Ok(found)
-            });
-            let found = found.await?.into_iter();
-            extents.extend(found.map(|entry| (self.access.stored(&entry), (entry, base))));
+            let range = base + u64::from(part.start)..base + u64::from(part.end);
+            for (at, entry) in self.extents_behind_the_tail(number, range).await? {
+                let stored = self.access.stored(&entry);
+                let group = objects.entry(stored.object()).or_insert_with(|| Group::new(at));
+                let is_inside = at < step.range.end;
+                let bytes = if is_inside { &mut group.inside } else { &mut group.behind };
+                *bytes += u64::from(entry.length);
+                group.extents.insert(stored, (entry, base));
+            }
         }
         let mut needs = Vec::new();
-        for (stored, (entry, base)) in extents {
+        let chosen = objects.into_values().filter(|group| group.is_for(&step));
+        for (stored, (entry, base)) in chosen.flat_map(|group| group.extents) {
             if self.lock().ahead.begin(stored) {
                 needs.push(Running { shared: self, entry, base });
             }
         }
+        drop(choice);
         self.fetch(needs, OF_STEP).await
+    }
+
+    /// Returns the entries of a range of the page `number` that are not covered by the tail of the log, with their offsets.
+    async fn extents_behind_the_tail(
+        &self,
+        number: u64,
+        range: Range<u64>,
+    ) -> Result<Vec<(u64, Entry)>, Failure> {
+        let base = number * self.page_bytes;
+        self.with_map(|state| {
+            let covered = state.tail.cover_of(range.clone());
+            let Some(page) = state.map.leaf(number)? else { return Ok(Vec::new()) };
+            let mut found = Vec::new();
+            for (range, _) in covered.into_iter().filter(|(_, in_tail)| in_tail.is_none()) {
+                let [first, last] =
+                    [range.start, range.end].map(|at| u32::try_from(at - base).unwrap_or(u32::MAX));
+                let pieces = page.pieces(first..last);
+                let entries = pieces
+                    .filter_map(|(piece, entry)| Some((base + u64::from(piece.start), *entry?)));
+                found.extend(entries);
+            }
+            Ok(found)
+        })
+        .await
     }
 }

@@ -26,6 +26,11 @@ impl Stored {
         Self { ancestor, object, at, length, data_length }
     }
 
+    /// The object, and its volume as [`Stored::ancestor`] returns it.
+    pub(super) fn object(&self) -> (u8, Position) {
+        (self.ancestor, self.object)
+    }
+
     /// The volume of the object.
     pub(super) fn ancestor(&self) -> u8 {
         self.ancestor
@@ -53,8 +58,7 @@ impl Stored {
 
     /// Whether one read of at most `max_bytes` can have this extent, and those from `first` to `last`, which precede it.
     pub(super) fn continues(&self, first: &Self, last: &Self, max_bytes: u64) -> bool {
-        let is_same = (self.ancestor, self.object) == (first.ancestor, first.object);
-        is_same
+        self.object() == first.object()
             && self.begin() <= last.end() + MAX_GAP_BYTES
             && self.end().max(last.end()) - first.begin() <= max_bytes
     }
