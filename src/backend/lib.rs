@@ -15,6 +15,8 @@ mod capability;
 pub mod changes;
 pub mod claimant;
 mod completion;
+mod confinement;
+pub mod connector;
 mod credentials;
 pub mod extents;
 #[cfg(feature = "fault")]
@@ -40,6 +42,7 @@ pub use capability::{
     WriteHold,
 };
 pub use completion::{Completer, Completions, channel};
+pub use confinement::{Address, Confinement, Network};
 pub use credentials::{
     CredentialFile, CredentialSet, CredentialVersion, FoundSecret, MAX_CREDENTIAL_FILES,
     SecretSource,
@@ -53,8 +56,8 @@ pub use registry::{Registry, Unavailable};
 pub use secret::Credentials;
 pub use spec::store;
 pub use spec::{
-    Backend, CacheFiles, CacheUse, Confinement, MAX_CACHE_FILE_BYTES, MAX_CACHE_FILES, Nested,
-    Network, OpenOptions, StoreParser, StoreSpec, Stored, VisibleSize, VolumeSpec,
+    Backend, CacheFiles, CacheUse, MAX_CACHE_FILE_BYTES, MAX_CACHE_FILES, Nested, OpenOptions,
+    StoreParser, StoreSpec, Stored, VisibleSize, VolumeSpec,
 };
 pub use waker::Waker;
 

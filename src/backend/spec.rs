@@ -11,7 +11,6 @@ pub mod store;
 use std::any::Any;
 use std::fmt;
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,6 +18,8 @@ use cleat_core::error::Result;
 use cleat_grants::storage::Fencing;
 
 use crate::claimant::Claimant;
+use crate::confinement::Confinement;
+use crate::connector::Connector;
 use crate::credentials::{CredentialFile, CredentialSet};
 use crate::fence::Fence;
 use crate::uri::Options;
@@ -299,6 +300,8 @@ pub struct OpenOptions {
     pub tail_file: Option<Arc<OwnedFd>>,
     /// The cache of [`VolumeSpec::cache`].
     pub cache: CacheFiles,
+    /// Makes the connections of a backend that needs [`Network::Connector`](crate::Network::Connector); `None` if this process is not confined.
+    pub connector: Option<Arc<Connector>>,
     /// Only claim the volume, which ends what earlier processes have in progress; the image is never served. A backend
     /// whose volumes take no longer to open than to claim ignores it.
     pub claim_only: bool,
@@ -331,38 +334,3 @@ pub const MAX_CACHE_FILES: usize = 64;
 
 /// The maximum length of a file of a cache, in bytes.
 pub const MAX_CACHE_FILE_BYTES: u64 = 1 << 30;
-
-/// When a process that serves a volume can give up its access to the system, and which access it keeps.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Confinement {
-    /// After [`VolumeSpec::open`], which starts no thread: everything that the process will use is open then.
-    AfterOpen,
-    /// Before [`VolumeSpec::open`], because opening starts threads, which can only be confined from
-    /// their start on.
-    BeforeOpen {
-        /// Directories, and special files, that will be read as they are then. Every user must be allowed to
-        /// read them: the process is not root any more.
-        paths: Vec<PathBuf>,
-        /// Files that will be read, and directories whose files will be read, as they are before the
-        /// confinement: the process gets copies in memory, at the same paths.
-        copies: Vec<PathBuf>,
-        /// Directories in which files and directories will be made, written, linked and removed. Every user must be
-        /// allowed to do that in them; a directory above, which the process does not see, keeps other users away.
-        writable: Vec<PathBuf>,
-        /// The sockets that will be needed.
-        network: Network,
-    },
-}
-
-/// The network that a confined process can use.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum Network {
-    /// None.
-    #[default]
-    None,
-    /// TCP connections to these ports of any address, and UDP, to resolve names. Kernels before 6.7 do not enforce
-    /// the ports.
-    Ports(Vec<u16>),
-    /// Every socket of AF_INET and AF_INET6.
-    Any,
-}

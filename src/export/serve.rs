@@ -18,6 +18,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use super::End;
 use super::log_limit::LogLimit;
 use super::server::{Event, ExportName, Limits, Server, most_threads, reserve_rings};
+use cleat_backend::connector::Connector;
 use cleat_backend::uri::VolumeUri;
 use cleat_backend::{Confinement, Image, OpenOptions, Waker};
 use cleat_core::clock::{Clock, SystemClock};
@@ -63,7 +64,7 @@ pub struct ServeOptions {
 /// `Aborted` if a signal comes before that.
 pub fn run(
     options: &ServeOptions,
-    confine: impl FnOnce(&Confinement) -> Result<()>,
+    confine: impl Fn(&Confinement) -> Result<()>,
     ready: impl FnOnce(&Address),
 ) -> Result<()> {
     // Before any thread is made: each inherits the mask, so that only this thread receives the signals.
@@ -108,14 +109,16 @@ fn limits(options: &ServeOptions) -> Limits {
 fn open_confined(
     options: &ServeOptions,
     signals: &SignalFd,
-    confine: impl FnOnce(&Confinement) -> Result<()>,
+    confine: impl Fn(&Confinement) -> Result<()>,
 ) -> Result<(Arc<dyn Image>, Listener)> {
     let (uri, mut how) = (options.uri.clone(), options.open.clone());
     let spec = options.uri.spec();
     // What a confined process cannot do: load libraries, read secrets, make rings.
     spec.prepare()?;
-    how.credentials.complete(&spec.credential_files())?;
     let when = spec.confinement();
+    // Before the secrets and the rings, because a second process gets a copy of the memory.
+    how.connector = Connector::for_process(&when, &confine)?;
+    how.credentials.complete(&spec.credential_files())?;
     let limits = limits(options);
     reserve_rings(most_threads(&limits), &limits)?;
     let open = || open_unless_signalled(signals, move || uri.open(&how));

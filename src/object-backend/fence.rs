@@ -36,7 +36,7 @@ impl ObjectFence {
     pub(crate) fn place(&self, deadline: Instant) -> Result<Place> {
         let spec = &self.0;
         let credentials = CredentialSet::load(&spec.home.credential_files())?;
-        let store: Arc<dyn Store> = spec.home.connect(&credentials)?.store(&spec.name)?;
+        let store: Arc<dyn Store> = spec.home.connect(&credentials, None)?.store(&spec.name)?;
         wait(&spec.shown(), deadline, Place::find_alone(store, nonce()?))
     }
 }

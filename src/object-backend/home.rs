@@ -5,6 +5,7 @@ pub(crate) mod directory;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use cleat_backend::connector::Connector;
 use cleat_backend::uri::{Options, invalid};
 use cleat_backend::{CacheUse, CredentialFile, CredentialSet};
 use cleat_core::error::Result;
@@ -157,14 +158,20 @@ impl Home {
         }
     }
 
-    /// Gets access to the home. May start threads.
+    /// Gets access to the home, whose connections `connector` makes if this process is confined. May start threads.
     ///
     /// # Errors
     /// Returns the error of a missing or malformed credential.
-    pub(crate) fn connect(&self, credentials: &CredentialSet) -> Result<Arc<dyn Connection>> {
+    pub(crate) fn connect(
+        &self,
+        credentials: &CredentialSet,
+        connector: Option<Arc<Connector>>,
+    ) -> Result<Arc<dyn Connection>> {
         match self {
             Self::Directory(local) => Ok(Arc::new(local.clone())),
-            Self::Bucket(bucket) => Ok(Arc::new(RemoteHome::connect(bucket, credentials)?)),
+            Self::Bucket(bucket) => {
+                Ok(Arc::new(RemoteHome::connect(bucket, credentials, connector)?))
+            }
         }
     }
 

@@ -127,7 +127,7 @@ impl ObjectImage {
 
     /// Connects to the volume and checks its identity.
     fn find(spec: &VolumeAt, options: &OpenOptions) -> Result<(Self, Place)> {
-        let connection = spec.home.connect(&options.credentials)?;
+        let connection = spec.home.connect(&options.credentials, options.connector.clone())?;
         let store = Arc::new(Watched::new(connection.store(&spec.name)?, Arc::new(SystemClock)));
         let name = spec.shown();
         let dynamic: Arc<dyn Store> = Arc::<Watched>::clone(&store);

@@ -61,7 +61,7 @@ impl ObjectStore {
         mut credentials: CredentialSet,
     ) -> Result<Self> {
         credentials.complete(&home.credential_files())?;
-        let connection = home.connect(&credentials)?;
+        let connection = home.connect(&credentials, None)?;
         connection.follow();
         let key = home.key(&credentials)?;
         Ok(Self { home: home.clone(), connection, claimant: claimant.clone(), key })

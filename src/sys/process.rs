@@ -3,8 +3,9 @@
 //! Invariants: a [`PidFd`] always names the one process that it was opened for; a child is started
 //! with exactly the descriptors 0–2, its channel, and at most one that it only keeps open.
 
+use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
@@ -161,33 +162,54 @@ pub const JANITOR_TIMEOUT: Duration = Duration::from_secs(2);
 pub fn after_this_process(work: impl FnOnce()) -> io::Result<Janitor> {
     let (ours, theirs) = UnixStream::pair()?;
     ours.set_read_timeout(Some(JANITOR_TIMEOUT))?;
+    let janitor = move |mut channel: UnixStream| {
+        // Nothing is ever sent.
+        while matches!(channel.read(&mut [0]), Err(error) if error.kind() == io::ErrorKind::Interrupted)
+        {
+        }
+        work();
+    };
+    beside_this_process(ours, theirs, janitor).map(Janitor)
+}
+
+/// Starts a process that calls `work` with its end of a pair of connected sockets, `theirs`, and ends when `work`
+/// returns. Returns `ours`. The process has no other descriptor of this process open, and ignores SIGINT, SIGTERM and
+/// SIGHUP, so `work` must return when the other end is closed. It has a copy of the memory of this process. Must be
+/// called while this process has one thread.
+///
+/// # Errors
+/// Returns the error of fork(2).
+pub fn beside_this_process<E: AsRawFd>(ours: E, theirs: E, work: impl FnOnce(E)) -> io::Result<E> {
     // SAFETY: this process has one thread, so no lock is held in the child, and it may run any code.
     match unsafe { fork() }? {
-        ForkResult::Parent { .. } => Ok(Janitor(ours)),
+        ForkResult::Parent { .. } => Ok(ours),
         ForkResult::Child => {
-            drop(ours);
-            wait_for_the_end(theirs);
-            work();
+            for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
+                let _ = ignore_signal(signal);
+            }
+            close_all_but(theirs.as_raw_fd());
+            work(theirs);
             exit_now(0);
         }
     }
 }
 
-/// Closes every descriptor but `channel`, and waits until its other end is closed.
-fn wait_for_the_end(mut channel: UnixStream) {
-    for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
-        let _ = ignore_signal(signal);
-    }
-    let own = channel.as_raw_fd().cast_unsigned();
+/// Closes every descriptor but `kept`, for a process that never returns to the owners of the others. The numbers 0 to 2
+/// lead to /dev/null, so that no text reaches a descriptor that is opened later.
+fn close_all_but(kept: RawFd) {
+    let own = kept.cast_unsigned();
     let ranges = [(0, own.saturating_sub(1)), (own + 1, libc::c_uint::MAX)];
     for (first, last) in ranges.into_iter().filter(|(first, last)| first <= last && *last != own) {
         // SAFETY: close_range takes integers. The owners of these descriptors never run in this process, because
         // it ends by `exit_now`. ENOSYS before Linux 5.9 is harmless.
         unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) };
     }
-    // Nothing is ever sent.
-    while matches!(channel.read(&mut [0]), Err(error) if error.kind() == io::ErrorKind::Interrupted)
-    {
+    // The lowest free number is taken, so the third one is at least 2.
+    for _ in 0..3 {
+        match File::options().read(true).write(true).open("/dev/null") {
+            Ok(null) if null.as_raw_fd() <= 2 => drop(null.into_raw_fd()),
+            _ => return,
+        }
     }
 }
 

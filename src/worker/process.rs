@@ -32,6 +32,7 @@ use super::sandbox::{self, Needs, Report};
 use super::session::Session;
 use super::version::{ProtocolVersions, binary_id};
 use cleat_backend::claimant::{Claimant, ProcessMark};
+use cleat_backend::connector::Connector;
 use cleat_backend::uri::{MAX_NAME, VolumeUri};
 use cleat_backend::{
     CacheFiles, Confinement, CredentialSet, HandoverFiles, Image, MAX_CACHE_FILE_BYTES,
@@ -152,9 +153,13 @@ fn start_session(
         limit_files(start.tail_bytes.max(cache.file_bytes))?;
     }
     let binary = binary_id(Path::new("/proc/self/exe"));
+    // Before the rings and the secrets, because a second process gets a copy of the memory.
+    let connector = Connector::for_process(&uri.spec().confinement(), |its| {
+        sandbox::confine(&Needs::from(its), isolation).map(drop)
+    })?;
     reserve(start.connections)?;
     let credentials = read_credentials(&uri, &start, credentials)?;
-    let options = OpenOptions { tail_file, cache, ..options(&start, credentials) };
+    let options = OpenOptions { tail_file, cache, connector, ..options(&start, credentials) };
     let (image, report) = open_confined(&uri, options, handover, isolation)?;
     // Backends check this before they change anything. Here it is checked for every backend, and for the
     // files of a predecessor.
@@ -229,6 +234,7 @@ fn options(start: &Start, credentials: CredentialSet) -> OpenOptions {
         expected: start.expected.clone(),
         tail_file: None,
         cache: CacheFiles::default(),
+        connector: None,
         claim_only: start.claim_only,
     }
 }

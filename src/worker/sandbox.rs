@@ -60,7 +60,7 @@ pub struct Needs {
 
 impl Needs {
     fn has_network(&self) -> bool {
-        self.network != Network::None
+        matches!(self.network, Network::Ports(_) | Network::Any)
     }
 }
 
@@ -191,7 +191,7 @@ fn restrict_files(needs: &Needs) -> Result<(), String> {
         .map_err(text)?;
     let ports: &[u16] = match &needs.network {
         Network::Any => &[],
-        Network::None => {
+        Network::None | Network::Connector(_) => {
             ruleset = ruleset.handle_access(AccessNet::from_all(newest)).map_err(text)?;
             &[]
         }

@@ -6,9 +6,10 @@ use std::time::Duration;
 use cleat_core::error::Result;
 
 use super::{FaultImage, PREFIX, Plan};
+use crate::confinement::Confinement;
 use crate::credentials::CredentialFile;
 use crate::fence::Fence;
-use crate::spec::{Backend, Confinement, Nested, OpenOptions, VisibleSize, VolumeSpec};
+use crate::spec::{Backend, Nested, OpenOptions, VisibleSize, VolumeSpec};
 use crate::uri::{Options, invalid};
 use crate::{HandoverFiles, Image};
 

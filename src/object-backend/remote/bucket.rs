@@ -4,8 +4,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use cleat_backend::Network;
 use cleat_backend::uri::{Encoded, Options, absolute_path, decode, invalid, secret_path, shown};
+use cleat_backend::{Address, Network};
 use cleat_core::error::{Error, Result};
 
 use super::hedge::{self, HEDGE};
@@ -270,30 +270,15 @@ impl Bucket {
         self.ca_file.clone().or_else(system)
     }
 
-    /// Returns what a process needs that serves a volume: the port of the store, the files with which the C library
-    /// resolves names, and the certificates to trust.
+    /// Returns what a process needs that serves a volume: connections to the store, and the certificates to trust.
     pub(crate) fn access(&self) -> Access {
-        let names = [
-            "/etc/hosts",
-            "/etc/host.conf",
-            "/etc/resolv.conf",
-            "/etc/nsswitch.conf",
-            "/etc/gai.conf",
-            "/etc/services",
-        ];
-        let existing = |paths: &[&str]| -> Vec<PathBuf> {
-            paths.iter().map(PathBuf::from).filter(|path| path.exists()).collect()
-        };
-        let mut copies = existing(&names);
-        copies.extend(self.trusted_file().filter(|_| self.address().is_secure));
-        // A long answer of a name server comes over TCP. Google's tokens come from another server.
-        let mut ports = vec![self.address().port, 53];
-        ports.extend((self.provider == Provider::Google).then_some(HTTPS));
+        let Endpoint { is_secure, host, port, .. } = self.address();
+        let host = host.trim_matches(['[', ']']).to_owned();
         Access {
-            paths: existing(&[nonce::DEVICE, "/run/systemd/resolve"]),
-            copies,
+            paths: vec![nonce::DEVICE.into()],
+            copies: self.trusted_file().filter(|_| is_secure).into_iter().collect(),
             writable: Vec::new(),
-            network: Network::Ports(ports),
+            network: Network::Connector(Address { host, port }),
         }
     }
 }

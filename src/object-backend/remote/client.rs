@@ -8,13 +8,14 @@ use object_store::azure::MicrosoftAzureBuilder;
 use object_store::gcp::GoogleCloudStorageBuilder;
 
 use cleat_backend::CredentialSet;
+use cleat_backend::connector::Connector;
 use cleat_backend::uri::invalid;
 use cleat_core::error::Result;
 
 use super::bucket::{Bucket, Provider};
 use super::certificates::read_roots;
 use super::credentials::credential_file;
-use super::http::{Connector, no_retry};
+use super::http::{Http, no_retry};
 use super::keys::Keys;
 use super::origin::Origin;
 
@@ -30,25 +31,29 @@ pub(super) struct Client {
 ///
 /// # Errors
 /// Returns `InvalidArgument` for malformed credentials or certificates, without any content of them.
-pub(super) fn client(bucket: &Bucket, credentials: &CredentialSet) -> Result<Client> {
+pub(super) fn client(
+    bucket: &Bucket,
+    credentials: &CredentialSet,
+    connector: Option<Arc<Connector>>,
+) -> Result<Client> {
     let file = credentials.get(&credential_file(bucket).path)?;
     let content = file.bytes();
-    let connector = Connector::new(&roots(bucket)?)?;
+    let http = Http::new(&roots(bucket)?, connector)?;
     let has_file = bucket.credentials_file.is_some();
     let mut origin = if has_file { Origin::File } else { Origin::Environment };
     let store = match bucket.provider {
         Provider::Amazon => {
             let keys = Keys::parse(content)?;
             origin = keys.origin.filter(|_| !has_file).unwrap_or(origin);
-            amazon(bucket, &keys, connector)
+            amazon(bucket, &keys, http)
         }
-        Provider::Google => google(bucket, text(content)?, connector),
-        Provider::Azure => azure(bucket, text(content)?.trim(), connector),
+        Provider::Google => google(bucket, text(content)?, http),
+        Provider::Azure => azure(bucket, text(content)?.trim(), http),
     };
     Ok(Client { store: store?, origin })
 }
 
-fn amazon(bucket: &Bucket, keys: &Keys, connector: Connector) -> Result<Arc<dyn ObjectStore>> {
+fn amazon(bucket: &Bucket, keys: &Keys, http: Http) -> Result<Arc<dyn ObjectStore>> {
     let address = bucket.address();
     let mut builder = AmazonS3Builder::new()
         .with_bucket_name(&bucket.bucket)
@@ -62,26 +67,26 @@ fn amazon(bucket: &Bucket, keys: &Keys, connector: Connector) -> Result<Arc<dyn 
         .with_access_key_id(&keys.id)
         .with_secret_access_key(&**keys.secret)
         .with_retry(no_retry())
-        .with_http_connector(connector);
+        .with_http_connector(http);
     if let Some(token) = &keys.token {
         builder = builder.with_token(&***token);
     }
     built(builder.build(), "write the section [default] with the keys")
 }
 
-fn google(bucket: &Bucket, key: &str, connector: Connector) -> Result<Arc<dyn ObjectStore>> {
+fn google(bucket: &Bucket, key: &str, http: Http) -> Result<Arc<dyn ObjectStore>> {
     let mut builder = GoogleCloudStorageBuilder::new()
         .with_bucket_name(&bucket.bucket)
         .with_service_account_key(key)
         .with_retry(no_retry())
-        .with_http_connector(connector);
+        .with_http_connector(http);
     if bucket.endpoint.is_some() {
         builder = builder.with_base_url(&bucket.address().url());
     }
     built(builder.build(), "write the key of a service account, as JSON")
 }
 
-fn azure(bucket: &Bucket, key: &str, connector: Connector) -> Result<Arc<dyn ObjectStore>> {
+fn azure(bucket: &Bucket, key: &str, http: Http) -> Result<Arc<dyn ObjectStore>> {
     let builder = MicrosoftAzureBuilder::new()
         .with_account(&bucket.account)
         .with_container_name(&bucket.bucket)
@@ -89,7 +94,7 @@ fn azure(bucket: &Bucket, key: &str, connector: Connector) -> Result<Arc<dyn Obj
         .with_endpoint(bucket.address().url())
         .with_allow_http(true)
         .with_retry(no_retry())
-        .with_http_connector(connector);
+        .with_http_connector(http);
     built(builder.build(), "write the access key of the storage account, in base64")
 }
 

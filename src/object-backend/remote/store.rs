@@ -11,6 +11,7 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::sync::Semaphore;
 
 use cleat_backend::CredentialSet;
+use cleat_backend::connector::Connector;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_object::store::pool::BackOff;
 use cleat_object::store::{Pending, Store, StoreError};
@@ -71,6 +72,8 @@ struct RemoteStore {
 struct Caller {
     bucket: Arc<Bucket>,
     client: RwLock<Client>,
+    /// Makes the connections, if this process is confined.
+    connector: Option<Arc<Connector>>,
     reads: Arc<Semaphore>,
     changes: Arc<Semaphore>,
     hedges: Arc<Budget>,
@@ -147,8 +150,12 @@ impl RemoteHome {
     ///
     /// # Errors
     /// Returns the error of malformed credentials.
-    pub(crate) fn connect(bucket: &Bucket, credentials: &CredentialSet) -> Result<Self> {
-        let client = client(bucket, credentials)?;
+    pub(crate) fn connect(
+        bucket: &Bucket,
+        credentials: &CredentialSet,
+        connector: Option<Arc<Connector>>,
+    ) -> Result<Self> {
+        let client = client(bucket, credentials, connector.clone())?;
         let runtime = Builder::new_multi_thread()
             .worker_threads(THREADS)
             .thread_name("store")
@@ -158,6 +165,7 @@ impl RemoteHome {
         Ok(Self(Arc::new(Caller {
             bucket: Arc::new(bucket.clone()),
             client: RwLock::new(client),
+            connector,
             reads: Arc::new(Semaphore::new(READS)),
             changes: Arc::new(Semaphore::new(CHANGES)),
             hedges: Arc::default(),
@@ -326,7 +334,7 @@ impl Caller {
     }
 
     fn renew(&self, credentials: &CredentialSet) -> Result<()> {
-        let renewed = client(&self.bucket, credentials)?;
+        let renewed = client(&self.bucket, credentials, self.connector.clone())?;
         *self.client.write().unwrap_or_else(PoisonError::into_inner) = renewed;
         Ok(())
     }

@@ -9,6 +9,7 @@ use seccompiler::{
 };
 
 use super::Needs;
+use cleat_backend::Network;
 
 /// Restricts all threads of this process to the lists below.
 pub(super) fn apply(needs: &Needs) -> Result<(), String> {
@@ -90,21 +91,24 @@ fn rules(needs: &Needs) -> Backend<Rules> {
         #[cfg(target_arch = "x86_64")]
         rules.extend(WRITABLE_X86_64.iter().map(|call| (*call, Vec::new())));
     }
-    if needs.has_network() || !needs.writable.is_empty() {
+    let reaches_a_store = needs.network != Network::None;
+    if reaches_a_store || !needs.writable.is_empty() {
         // Only signal 0, which checks whether a process exists and sends nothing: the claims on volumes name
         // processes.
         rules.insert(libc::SYS_kill, vec![when(1, is(0))?]);
+    }
+    if reaches_a_store {
+        // A connected pair of streams reaches nothing else; tokio makes one for signals.
+        let stream = SeccompCmpOp::MaskedEq(SOCKET_TYPES);
+        let stream = condition(1, (stream, libc::SOCK_STREAM.unsigned_abs().into()))?;
+        let pair = vec![condition(0, is(libc::AF_UNIX.unsigned_abs().into()))?, stream];
+        rules.insert(libc::SYS_socketpair, vec![SeccompRule::new(pair)?]);
     }
     if needs.has_network() {
         ioctls.push(when(1, is(FIONBIO))?);
         rules.extend(NETWORK.iter().map(|call| (*call, Vec::new())));
         // Not AF_UNIX: its abstract sockets belong to the network. Nothing needs it: the C library does without
         // the name service cache, and librados without an admin socket.
-        // A connected pair of streams reaches nothing else; tokio makes one for signals.
-        let stream = SeccompCmpOp::MaskedEq(SOCKET_TYPES);
-        let stream = condition(1, (stream, libc::SOCK_STREAM.unsigned_abs().into()))?;
-        let pair = vec![condition(0, is(libc::AF_UNIX.unsigned_abs().into()))?, stream];
-        rules.insert(libc::SYS_socketpair, vec![SeccompRule::new(pair)?]);
         let families = [libc::AF_INET, libc::AF_INET6];
         let family = |family: &i32| when(0, is(family.unsigned_abs().into()));
         rules.insert(libc::SYS_socket, families.iter().map(family).collect::<Backend<_>>()?);

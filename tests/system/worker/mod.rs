@@ -289,7 +289,10 @@ fn code_inside_a_worker_finds_every_road_closed() {
     let (_directory, uri) = file("a.img", 1 << 20);
     let around = surroundings::Surroundings::new();
     let (worker, sockets) = Worker::serving(&uri, 1);
-    assert_eq!(worker.call(&ToWorker::SetFault { plan: around.plan() }), FromWorker::Done);
+    assert_eq!(
+        worker.call(&ToWorker::SetFault { plan: around.plan(around.port()) }),
+        FromWorker::Done
+    );
     assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
 }
 

@@ -193,6 +193,62 @@ fn a_volume_in_a_bucket_is_served_by_a_confined_process() {
     is_served_by_a_confined_process(&ObjectVolume::in_bucket());
 }
 
+/// Not even the store: a second process makes the connections.
+#[cfg(feature = "fault")]
+#[test]
+fn code_inside_the_worker_of_a_bucket_finds_every_road_closed() {
+    let around = super::surroundings::Surroundings::new();
+    let volume = ObjectVolume::in_bucket();
+    let (worker, sockets) = Worker::serving(&volume.uri, 1);
+    let store = shared().s3().0;
+    for port in [around.port(), store.rsplit_once(':').unwrap().1.parse().unwrap()] {
+        let answer = worker.call(&ToWorker::SetFault { plan: around.plan(port) });
+        assert_eq!(answer, FromWorker::Done);
+    }
+    assert_eq!(nbd::write(&sockets[0], 0, &[1; BLOCK as usize]), 0);
+}
+
+/// Returns the process that makes the connections of a worker.
+fn connecting_process(worker: &Worker) -> u32 {
+    let pid = worker.child.id();
+    let children = worker.proc(&format!("task/{pid}/children"));
+    let children = std::fs::read_to_string(children).unwrap();
+    let [child] = *children.split_whitespace().collect::<Vec<_>>() else { panic!("{children:?}") };
+    child.parse().unwrap()
+}
+
+#[test]
+fn the_process_that_connects_is_confined_and_ends_with_its_worker_and_the_worker_with_it() {
+    let volume = ObjectVolume::in_bucket();
+    let mut worker = Worker::ready(&volume.uri).0;
+    let helper = connecting_process(&worker);
+    let status = std::fs::read_to_string(format!("/proc/{helper}/status")).unwrap();
+    let line = |key: &str| status.lines().find_map(|l| l.strip_prefix(key)).unwrap().trim();
+    assert_eq!((line("Seccomp:"), line("NoNewPrivs:")), ("2", "1"), "{status}");
+    assert_eq!(line("CapEff:"), "0000000000000000", "{status}");
+    assert_eq!(line("Name:"), "cleat:connect");
+    worker.child.kill().unwrap();
+    worker.exit();
+    let deadline = std::time::Instant::now() + Duration::from_secs(30);
+    let has_ended = || {
+        let stat = std::fs::read_to_string(format!("/proc/{helper}/stat"));
+        stat.map_or(true, |stat| stat.contains(") Z "))
+    };
+    while !has_ended() {
+        assert!(std::time::Instant::now() < deadline, "process {helper} still runs");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let mut worker = Worker::launch();
+    worker.send_start(&Start { resumes: true, ..volume.start() });
+    assert!(matches!(worker.receive(), FromWorker::Ready(_)));
+    let helper = connecting_process(&worker).cast_signed();
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(helper), nix::sys::signal::Signal::SIGKILL)
+        .unwrap();
+    let status = worker.exit();
+    let log = worker.log();
+    assert!(status.code() == Some(1) && log.contains("has ended, so this one ends"), "{log}");
+}
+
 /// The length of a file of a cache.
 pub(super) const CACHE_FILE_BYTES: u64 = 32 << 20;
 
@@ -454,7 +510,7 @@ fn code_inside_the_worker_of_a_directory_finds_every_road_closed() {
     let around = Surroundings::new();
     let volume = ObjectVolume::in_directory();
     let (worker, sockets) = Worker::serving(&volume.uri, 1);
-    let answer = worker.call(&ToWorker::SetFault { plan: around.plan() });
+    let answer = worker.call(&ToWorker::SetFault { plan: around.plan(around.port()) });
     assert_eq!(answer, FromWorker::Done);
     assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
 }

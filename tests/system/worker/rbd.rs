@@ -69,7 +69,7 @@ fn an_image_is_served_by_a_confined_process() {
 fn code_inside_the_worker_of_an_image_finds_every_road_closed_but_the_network() {
     let around = Surroundings::new();
     let (worker, sockets) = Worker::serving(&fresh("jail"), 1);
-    let answer = worker.call(&ToWorker::SetFault { plan: around.plan() });
+    let answer = worker.call(&ToWorker::SetFault { plan: around.plan(around.port()) });
     let open = around.open_roads(answer);
     assert!(open.contains("connect over TCP") && open.matches("(\"").count() == 1, "{open}");
     assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);

@@ -38,10 +38,14 @@ impl Surroundings {
         }
     }
 
-    /// Returns the plan of faults that tries every road.
-    pub(super) fn plan(&self) -> String {
+    /// A port of 127.0.0.1 on which this process listens.
+    pub(super) fn port(&self) -> u16 {
+        self.tcp.local_addr().unwrap().port()
+    }
+
+    /// Returns the plan of faults that tries every road, with `port` as that over TCP.
+    pub(super) fn plan(&self, port: u16) -> String {
         let (path, pid) = (self.directory.path().display(), std::process::id());
-        let port = self.tcp.local_addr().unwrap().port();
         format!("break-in {path}/secret {path}/socket {pid} {port} {}", self.name)
     }
 

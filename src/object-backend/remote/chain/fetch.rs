@@ -12,7 +12,7 @@ use zeroize::Zeroizing;
 use cleat_core::error::{Error, ErrorKind};
 
 use super::super::certificates::read_roots;
-use super::super::http::{Connector, no_retry};
+use super::super::http::{Http, no_retry};
 use super::super::keys::Keys;
 use super::super::rejection::{Rejection, certificate_error, chain, plain, rejection};
 use super::failure::Failure;
@@ -50,7 +50,7 @@ pub(super) fn provider(
     };
     let is_secure = service.address().starts_with("https:");
     let roots = if is_secure { read_roots(trusted) } else { Ok(Vec::new()) };
-    let connector = roots.and_then(|roots| Connector::new(&roots));
+    let connector = roots.and_then(|roots| Http::new(&roots, None));
     let connector = connector.map_err(|error| failed(service, &error))?.for_keys();
     // The bucket is not used.
     let builder = AmazonS3Builder::new()

@@ -18,7 +18,7 @@ fn home(options: &str) -> RemoteHome {
     let keys = b"[default]\naws_access_key_id = a\naws_secret_access_key = b\n";
     let credentials =
         CredentialSet::with("/k".into(), Credentials::new(Zeroizing::new(keys.to_vec())));
-    RemoteHome::connect(&bucket, &credentials).unwrap()
+    RemoteHome::connect(&bucket, &credentials, None).unwrap()
 }
 
 /// Answers each request on a connection of its own with an object of 4 bytes. Every eleventh request hangs.
@@ -89,7 +89,7 @@ fn a_command_uses_keys_that_have_changed() {
     let options = Options::parse(&options).unwrap();
     let (bucket, _) = Bucket::parse_volume(Provider::Amazon, "//bucket/a/v", options).unwrap();
     let credentials = CredentialSet::load(&[credential_file(&bucket)]).unwrap();
-    let home = RemoteHome::connect(&bucket, &credentials).unwrap();
+    let home = RemoteHome::connect(&bucket, &credentials, None).unwrap();
     home.0.follow(Duration::from_millis(5));
     let id = || {
         let read = home.0.read("a/v/desc".to_owned(), 0..4);
