@@ -34,6 +34,7 @@ mod secret;
 mod spec;
 pub mod uri;
 mod waker;
+pub mod watch;
 
 #[cfg(feature = "fault")]
 pub use capability::SetFault;

@@ -20,6 +20,7 @@ use super::log_limit::LogLimit;
 use super::server::{Event, ExportName, Limits, Server, most_threads, reserve_rings};
 use cleat_backend::connector::Connector;
 use cleat_backend::uri::VolumeUri;
+use cleat_backend::watch::CredentialWatch;
 use cleat_backend::{Confinement, Image, OpenOptions, Waker};
 use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, Result};
@@ -69,7 +70,10 @@ pub fn run(
 ) -> Result<()> {
     // Before any thread is made: each inherits the mask, so that only this thread receives the signals.
     let signals = catch_signals()?;
+    let credentials = options.uri.spec().credential_files();
+    let watch = CredentialWatch::start(credentials)?;
     let (image, listener) = open_confined(options, &signals, confine)?;
+    watch.map_or(Ok(()), |watch| watch.pass_to(Arc::clone(&image)))?;
     let (page, _) = Page::create()?;
     let export = ExportName { name: options.export_name.clone(), description: String::new() };
     let limits = limits(options);

@@ -173,6 +173,11 @@ impl User {
             .expect("the process is a child");
     }
 
+    /// Returns what the server has logged.
+    pub(crate) fn log(&self) -> String {
+        std::fs::read_to_string(self.log.path()).expect("the log file")
+    }
+
     /// Kills the server with SIGKILL, as a crash does.
     pub(crate) fn die(mut self) {
         self.signal(Signal::SIGKILL);
@@ -208,7 +213,7 @@ impl User {
             self.signal(Signal::SIGCONT);
             self.process.wait().expect("the process is a child");
         }
-        std::fs::read_to_string(self.log.path()).expect("the log file")
+        self.log()
     }
 }
 
