@@ -1,6 +1,7 @@
 //! The URI of a bucket and of a volume in it: `s3://BUCKET/[PREFIX/]VOLUME?endpoint=…&credentials_file=…`, and the same
 //! with `gs:` and `az:`.
 
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -316,6 +317,12 @@ impl Endpoint {
         }
     }
 
+    /// Whether connections to the address never leave this node.
+    pub(super) fn is_on_this_node(&self) -> bool {
+        let address = self.host.trim_matches(['[', ']']).parse::<IpAddr>();
+        address.map_or(self.host == "localhost", |address| address.is_loopback())
+    }
+
     /// Returns the address for messages.
     pub(crate) fn shown(&self) -> String {
         format!("{}:{}", self.host, self.port)
@@ -348,4 +355,27 @@ fn form(provider: Provider, needed: &str) -> Error {
     let scheme = provider.scheme();
     invalid(format!("{scheme}: needs {needed}"))
         .with_repair(format!("write {scheme}://BUCKET/VOLUME"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_loopback_addresses_are_on_this_node() {
+        let is_here = |url: &str| Endpoint::parse(url).unwrap().is_on_this_node();
+        for url in
+            ["http://127.0.0.1:9000", "http://127.3.2.1", "http://[::1]:80", "http://LocalHost"]
+        {
+            assert!(is_here(url), "{url}");
+        }
+        for url in [
+            "http://10.0.0.1:9000",
+            "http://[::2]:80",
+            "http://localhost.example",
+            "http://127.store",
+        ] {
+            assert!(!is_here(url), "{url}");
+        }
+    }
 }

@@ -59,8 +59,9 @@ fn amazon(bucket: &Bucket, keys: &Keys, http: Http) -> Result<Arc<dyn ObjectStor
         .with_bucket_name(&bucket.bucket)
         .with_region(&bucket.region)
         .with_endpoint(address.url())
-        // TLS protects the data of a put. Its SHA-256 would take longer, here and at the store.
-        .with_unsigned_payload(address.is_secure)
+        // TLS protects the data of a put, and nobody else reads or changes what stays on this node. The SHA-256 of the
+        // data would take time here and at the store.
+        .with_unsigned_payload(address.is_secure || address.is_on_this_node())
         .with_allow_http(true)
         .with_virtual_hosted_style_request(false)
         .with_disable_bulk_delete(true)
