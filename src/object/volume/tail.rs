@@ -9,6 +9,11 @@ use std::sync::Arc;
 use crate::codec::{Extent, MAX_EXTENT_BYTES, Record, Source};
 use crate::name::Position;
 
+/// The data of an open batch from which on it probably becomes a full object, and the memory for its data then: that of an
+/// object with the default length, and of the write that fills it.
+const LARGE_BYTES: usize = 512 << 10;
+const FULL_BYTES: usize = 9 << 20;
+
 /// How far the put of a slot is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sending {
@@ -224,6 +229,11 @@ impl Tail {
 
     fn append(&mut self, record: Record, data: &[u8]) {
         self.records.push(record);
+        let (length, needed) = (self.data.len(), self.data.len() + data.len());
+        // A vector that doubles copies all of it, and may end with twice the memory that an object needs.
+        if needed > self.data.capacity() && (LARGE_BYTES..FULL_BYTES).contains(&needed) {
+            self.data.reserve_exact(FULL_BYTES - length);
+        }
         self.data.extend_from_slice(data);
         self.bytes += data.len();
     }
