@@ -183,6 +183,11 @@ impl ReadAhead {
         }
     }
 
+    /// Whether it has the extent, or it is being read.
+    pub(super) fn has(&self, stored: &Stored) -> bool {
+        self.extents.contains_key(stored)
+    }
+
     /// Returns an extent, and removes it if it `is_used`.
     pub(super) fn get(&mut self, stored: &Stored, is_used: bool) -> Option<Loaded> {
         let found = self.extents.get(stored)?.clone();

@@ -16,10 +16,13 @@ pub(super) const STEPS: usize = 4;
 /// The reads of a step, which mostly has one object.
 const OF_STEP: Reads = Reads { max_bytes: 12 << 20, in_flight: 2 };
 
-/// The extents of an object in the surroundings of a step, in their order in the object, each with the first byte of its
-/// page.
+/// The bytes of an object in the surroundings of a step from which on it is read as a whole. Volumes that were written at
+/// random have a little of many objects there.
+const LARGE_BYTES: u64 = if cfg!(test) { 1 << 10 } else { 1 << 20 };
+
+/// The extents of an object in the surroundings of a step, in their order in the object.
 struct Group {
-    extents: BTreeMap<Stored, (Entry, u64)>,
+    extents: BTreeMap<Stored, Found>,
     /// The offset of the first one in the volume.
     first: u64,
     /// The bytes of the extents in the range of the step, or before it.
@@ -33,13 +36,26 @@ impl Group {
         Self { extents: BTreeMap::new(), first, inside: 0, behind: 0 }
     }
 
-    /// Whether this step reads the extents. The next one reads them if most of them are behind the range, and all are in
-    /// its surroundings, which begin at least as far before it as those of this step end behind it.
-    fn is_for(&self, step: &Step) -> bool {
+    /// Whether this step reads an extent: those in its range, and instead of these all or none of an object that has
+    /// much. The next step reads such an object if most of it is behind the range, and all of it is in the surroundings of
+    /// that step, which begin at least as far before it as those of this step end behind it.
+    fn is_for(&self, step: &Step, found: &Found) -> bool {
         let Step { range, surroundings } = step;
+        if self.inside + self.behind < LARGE_BYTES {
+            return range.contains(&found.at);
+        }
         let next = range.end.saturating_sub(surroundings.end - range.end);
         self.inside >= self.behind || self.first < next
     }
+}
+
+/// An extent in the surroundings of a step.
+struct Found {
+    entry: Entry,
+    /// The first byte of the entry's page.
+    base: u64,
+    /// The offset of its first part in the volume.
+    at: u64,
 }
 
 /// The choice of a step. Ends with it.
@@ -127,14 +143,15 @@ impl Shared {
                 let is_inside = at < step.range.end;
                 let bytes = if is_inside { &mut group.inside } else { &mut group.behind };
                 *bytes += u64::from(entry.length);
-                group.extents.insert(stored, (entry, base));
+                group.extents.entry(stored).or_insert(Found { entry, base, at });
             }
         }
         let mut needs = Vec::new();
-        let chosen = objects.into_values().filter(|group| group.is_for(&step));
-        for (stored, (entry, base)) in chosen.flat_map(|group| group.extents) {
-            if self.lock().ahead.begin(stored) {
-                needs.push(Running { shared: self, entry, base });
+        for group in objects.values() {
+            for (stored, found) in &group.extents {
+                if group.is_for(&step, found) && self.lock().ahead.begin(*stored) {
+                    needs.push(Running { shared: self, entry: found.entry, base: found.base });
+                }
             }
         }
         drop(choice);
