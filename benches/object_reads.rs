@@ -145,7 +145,7 @@ fn sequential(uri: &str, depth: u64) -> f64 {
 }
 
 /// The times that everything is read into a cache, which drops what is offered faster than it is written.
-const PASSES: u64 = 4;
+const PASSES: u64 = 16;
 
 /// Returns the random reads per second. With a cache, everything is read before.
 fn random(uri: &str, cache: &[File]) -> f64 {

@@ -105,6 +105,14 @@ impl Cache for FileCache {
         matches!(self.files.read_at_once(&key, take), AtOnce::Taken(true))
     }
 
+    fn copy_at_once(&self, key: Key, target: &mut [u8]) -> bool {
+        self.files.copy_known(&key, target)
+            || self.get_at_once(key, &mut |bytes| {
+                target.copy_from_slice(bytes);
+                true
+            })
+    }
+
     fn put(&self, key: Key, bytes: &[u8]) {
         let queued = &self.files.queued_bytes;
         if queued.load(Ordering::Relaxed) + bytes.len() > MAX_QUEUED_BYTES {
@@ -143,6 +151,18 @@ impl Files {
             self.places.set(hash, entry.block());
         }
         found
+    }
+
+    /// Copies an extent whose place is known to `target`, if the kernel has it in memory.
+    fn copy_known(&self, key: &Key, target: &mut [u8]) -> bool {
+        let hash = hash(key);
+        let Some(block) = self.places.get(hash) else { return false };
+        let (file, begin) = self.set_of(hash);
+        let (mut copy, length) = ([0; ENTRY_BYTES], ENTRY_BYTES + target.len());
+        let mut buffers = [IoSliceMut::new(&mut copy), IoSliceMut::new(target)];
+        let at = begin + set::position(block);
+        let read = rustix::io::preadv2(file, &mut buffers, at, ReadWriteFlags::NOWAIT);
+        read == Ok(length) && set::is_copy(&copy, block, key)
     }
 
     fn read(&self, key: &Key) -> io::Result<Option<Vec<u8>>> {
@@ -219,16 +239,28 @@ fn table(file: &File, begin: u64) -> io::Result<[u8; TABLE_BYTES]> {
 }
 
 fn hash(key: &Key) -> u64 {
-    let numbers = [key.object.epoch, key.object.slot, u64::from(key.at), u64::from(key.length)];
-    hash_of(key.volume.0.into_iter().chain(numbers.into_iter().flat_map(u64::to_le_bytes)))
+    let volume = u128::from_le_bytes(key.volume.0);
+    let halves = [volume & u128::from(u64::MAX), volume >> 64];
+    let [low, high] = halves.map(|half| u64::try_from(half).unwrap_or(0));
+    let place = u64::from(key.at) << 32 | u64::from(key.length);
+    let words = [low, high, key.object.epoch, key.object.slot, place].into_iter();
+    // The multiplication of FNV-1a carries nothing from the upper bits of a word to the lower ones.
+    spread(words.fold(FNV_OFFSET, |hash, word| {
+        let mixed = (hash ^ word).wrapping_mul(FNV_PRIME);
+        mixed ^ (mixed >> 32)
+    }))
 }
 
-/// Returns a number that is the same in every build, because a cache outlives them (FNV-1a, and the last step of
-/// SplitMix64, which spreads the bits).
+/// Returns a number that is the same in every build, because a cache outlives them (FNV-1a).
 pub(crate) fn hash_of(bytes: impl Iterator<Item = u8>) -> u64 {
-    let mixed = bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    });
+    spread(bytes.fold(FNV_OFFSET, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(FNV_PRIME)))
+}
+
+const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
+const FNV_PRIME: u64 = 0x0100_0000_01b3;
+
+/// The last step of SplitMix64, which spreads the bits.
+fn spread(mixed: u64) -> u64 {
     let mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     mixed ^ (mixed >> 31)
 }

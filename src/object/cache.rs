@@ -28,6 +28,15 @@ pub trait Cache: Send + Sync {
     /// returns; false if it was not called.
     fn get_at_once(&self, key: Key, take: &mut dyn FnMut(&[u8]) -> bool) -> bool;
 
+    /// Copies the bytes of an extent to `target`, which has their length, if the cache has them and need not wait for that.
+    /// Returns false otherwise; `target` may have changed then.
+    fn copy_at_once(&self, key: Key, target: &mut [u8]) -> bool {
+        self.get_at_once(key, &mut |bytes| {
+            target.copy_from_slice(bytes);
+            true
+        })
+    }
+
     /// Offers the bytes of an extent. The cache may ignore them.
     fn put(&self, key: Key, bytes: &[u8]);
 }

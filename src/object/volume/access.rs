@@ -192,6 +192,12 @@ impl Access {
         self.cache.as_ref().is_some_and(|cache| cache.get_at_once(key, take))
     }
 
+    /// Copies the bytes of an extent to `target`, which has their length, if the cache has them at once. They are not
+    /// verified. Returns false otherwise; `target` may have changed then.
+    pub(super) fn copy_cached_at_once(&self, key: Key, target: &mut [u8]) -> bool {
+        self.cache.as_ref().is_some_and(|cache| cache.copy_at_once(key, target))
+    }
+
     /// Offers the verified bytes of an extent to the cache.
     pub(super) fn cache(&self, key: Key, bytes: &[u8]) {
         self.cache.iter().for_each(|cache| cache.put(key, bytes));

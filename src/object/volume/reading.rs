@@ -123,16 +123,22 @@ impl Shared {
         for range in tail.read(offset, buffer) {
             let [begin, end] = [range.start, range.end].map(|at| at - offset);
             let [begin, end] = [begin, end].map(|at| usize::try_from(at).unwrap_or(usize::MAX));
-            buffer[begin..end].fill(0);
-            let Some(page) = page else { continue };
+            let Some(page) = page else {
+                buffer[begin..end].fill(0);
+                continue;
+            };
             let [first, last] = [range.start, range.end].map(|at| at - base);
             let [first, last] = [first, last].map(|at| u32::try_from(at).unwrap_or(u32::MAX));
             for (piece, entry) in page.pieces(first..last) {
-                let Some(entry) = entry else { continue };
+                let (length, at) =
+                    (piece.end - piece.start, begin + (piece.start - first) as usize);
+                let Some(entry) = entry else {
+                    buffer[at..at + length as usize].fill(0);
+                    continue;
+                };
                 let skip = entry.skip + (piece.start - entry.offset);
-                let (length, at) = (piece.end - piece.start, (piece.start - first) as usize);
                 let entry = Entry { offset: piece.start, length, skip, ..*entry };
-                entries.push(Place { at: begin + at, entry, base });
+                entries.push(Place { at, entry, base });
             }
         }
         Ok(entries)
@@ -148,13 +154,17 @@ impl Shared {
         }
         let places = {
             let mut state = self.lock();
-            if state.check().is_err() || state.ahead.bytes() > 0 {
+            if state.check().is_err() {
                 return false;
             }
-            self.look_up_in(&mut state, offset, buffer)
+            let Ok(places) = self.look_up_in(&mut state, offset, buffer) else { return false };
+            let is_ahead = |place: &Place| state.ahead.has(&self.access.stored(&place.entry));
+            if places.iter().any(is_ahead) {
+                return false;
+            }
+            places
         };
-        let is_read =
-            places.is_ok_and(|places| places.iter().all(|place| self.copy_cached(place, buffer)));
+        let is_read = places.iter().all(|place| self.copy_cached(place, buffer));
         if is_read {
             self.note_read(offset, length);
         }
@@ -166,11 +176,15 @@ impl Shared {
         let Place { at, entry, base } = place;
         let Ok(access) = self.access.of(entry.ancestor) else { return false };
         let key = self.access.stored(entry).key(access.cached_volume());
+        let target = &mut buffer[*at..*at + entry.length as usize];
         // The bytes of the cache prove nothing: another process may have changed them.
+        if access.packing.is_plain() && key.length == entry.length {
+            return access.copy_cached_at_once(key, target)
+                && access.unpack_at_once(entry, *base, target).is_some();
+        }
         access.cached_at_once(key, &mut |bytes| {
             let Some(data) = access.unpack_at_once(entry, *base, bytes) else { return false };
-            let length = entry.length as usize;
-            buffer[*at..*at + length].copy_from_slice(&data[entry.skip as usize..][..length]);
+            target.copy_from_slice(&data[entry.skip as usize..][..target.len()]);
             true
         })
     }
