@@ -197,7 +197,7 @@ fn a_volume_in_a_bucket_is_served_by_a_confined_process() {
 #[cfg(feature = "fault")]
 #[test]
 fn code_inside_the_worker_of_a_bucket_finds_every_road_closed() {
-    let around = super::surroundings::Surroundings::new();
+    let around = Surroundings::new();
     let volume = ObjectVolume::in_bucket();
     let (worker, sockets) = Worker::serving(&volume.uri, 1);
     let store = shared().s3().0;
@@ -242,8 +242,7 @@ fn the_process_that_connects_is_confined_and_ends_with_its_worker_and_the_worker
     worker.send_start(&Start { resumes: true, ..volume.start() });
     assert!(matches!(worker.receive(), FromWorker::Ready(_)));
     let helper = connecting_process(&worker).cast_signed();
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(helper), nix::sys::signal::Signal::SIGKILL)
-        .unwrap();
+    kill(Pid::from_raw(helper), Signal::SIGKILL).unwrap();
     let status = worker.exit();
     let log = worker.log();
     assert!(status.code() == Some(1) && log.contains("has ended, so this one ends"), "{log}");
