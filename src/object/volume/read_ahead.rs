@@ -36,13 +36,13 @@ impl Group {
         Self { extents: BTreeMap::new(), first, inside: 0, behind: 0 }
     }
 
-    /// Whether this step reads an extent: those in its range, and instead of these all or none of an object that has
+    /// Whether this step reads the extent at `at`: those in its range, and instead of these all or none of an object that has
     /// much. The next step reads such an object if most of it is behind the range, and all of it is in the surroundings of
     /// that step, which begin at least as far before it as those of this step end behind it.
-    fn is_for(&self, step: &Step, found: &Found) -> bool {
+    fn is_for(&self, step: &Step, at: u64) -> bool {
         let Step { range, surroundings } = step;
         if self.inside + self.behind < LARGE_BYTES {
-            return range.contains(&found.at);
+            return range.contains(&at);
         }
         let next = range.end.saturating_sub(surroundings.end - range.end);
         self.inside >= self.behind || self.first < next
@@ -149,7 +149,7 @@ impl Shared {
         let mut needs = Vec::new();
         for group in objects.values() {
             for (stored, found) in &group.extents {
-                if group.is_for(&step, found) && self.lock().ahead.begin(*stored) {
+                if group.is_for(&step, found.at) && self.lock().ahead.begin(*stored) {
                     needs.push(Running { shared: self, entry: found.entry, base: found.base });
                 }
             }
@@ -180,5 +180,25 @@ impl Shared {
             Ok(found)
         })
         .await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_object_is_read_by_the_step_that_has_most_of_it() {
+        let step = Step { range: 100_000..200_000, surroundings: 50_000..250_000 };
+        let group = |first, inside, behind| Group { inside, behind, ..Group::new(first) };
+        let most_inside = group(140_000, 60_000, 20_000);
+        assert!(most_inside.is_for(&step, 140_000) && most_inside.is_for(&step, 210_000));
+        let most_behind = group(170_000, 30_000, 50_000);
+        assert!(!most_behind.is_for(&step, 170_000) && !most_behind.is_for(&step, 210_000));
+        let out_of_reach = group(140_000, 30_000, 50_000);
+        assert!(out_of_reach.is_for(&step, 140_000), "the next step does not see its begin");
+        let small = group(60_000, LARGE_BYTES / 4, LARGE_BYTES / 2);
+        assert!(small.is_for(&step, 199_999));
+        assert!(!small.is_for(&step, 60_000) && !small.is_for(&step, 200_000));
     }
 }
