@@ -187,6 +187,8 @@ pub fn beside_this_process<E: AsRawFd>(ours: E, theirs: E, work: impl FnOnce(E))
             for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
                 let _ = ignore_signal(signal);
             }
+            // Also where close_range is missing: `work` waits for the end of this channel.
+            drop(ours);
             close_all_but(theirs.as_raw_fd());
             work(theirs);
             exit_now(0);
