@@ -42,6 +42,16 @@ pub enum Network {
     Any,
 }
 
+/// The files with which the C library resolves names.
+pub const NAME_FILES: [&str; 6] = [
+    "/etc/hosts",
+    "/etc/host.conf",
+    "/etc/resolv.conf",
+    "/etc/nsswitch.conf",
+    "/etc/gai.conf",
+    "/etc/services",
+];
+
 /// A server, by its name or its IP address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {

@@ -18,7 +18,7 @@ use std::time::Duration;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{AddressFamily, Shutdown, SockFlag, SockType, shutdown, socketpair};
 
-use crate::confinement::{Address, Confinement, Network};
+use crate::confinement::{Address, Confinement, NAME_FILES, Network};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_sys::process::{beside_this_process, exit_now};
 use cleat_sys::seqpacket;
@@ -29,7 +29,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// The maximum number of addresses of a name that are tried for one connection.
 const MAX_ADDRESSES: u32 = 4;
 
-/// The maximum number of connections that are being made at the same time.
+/// The maximum number of connections that are being made at the same time. So many requests fit into the channel, so that
+/// none waits for a second process that is stopped.
 const MAX_CONNECTING: usize = 64;
 
 /// The stack of a thread that resolves a name and connects, in bytes.
@@ -49,16 +50,6 @@ const NAMES: u16 = 53;
 
 /// The exit code of a process that has lost the second one.
 const LOST: u8 = 1;
-
-/// The files with which the C library resolves names.
-const NAME_FILES: [&str; 6] = [
-    "/etc/hosts",
-    "/etc/host.conf",
-    "/etc/resolv.conf",
-    "/etc/nsswitch.conf",
-    "/etc/gai.conf",
-    "/etc/services",
-];
 
 /// The directory to which `/etc/resolv.conf` may lead.
 const NAME_DIRECTORY: &str = "/run/systemd/resolve";
@@ -136,6 +127,10 @@ impl Connector {
     /// Does not block.
     pub fn connect(self: &Arc<Self>, done: impl FnOnce(io::Result<TcpStream>) + Send + 'static) {
         let mut requests = self.requests();
+        if requests.open.len() >= MAX_CONNECTING {
+            drop(requests);
+            return done(Err(io::Error::other("too many connections are being made")));
+        }
         if !requests.has_receiver {
             let (channel, weak) = (Arc::clone(&self.channel), Arc::downgrade(self));
             let receiver = std::thread::Builder::new().name("connections".into());
@@ -206,6 +201,11 @@ fn receive(channel: &OwnedFd, connector: &Weak<Connector>) {
                 connector.end(number, result);
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            // This process has no descriptor left for the socket.
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                let (number, _) = parse(&buffer, None);
+                connector.end(number, Err(error));
+            }
             Ok(_) | Err(_) => {
                 let address = &connector.address;
                 tracing::error!(
@@ -366,5 +366,22 @@ mod tests {
         let nobody = Address { host: "name.invalid".into(), port };
         let error = connected(&connector(nobody)).unwrap_err();
         assert!(error.to_string().contains("lookup"), "{error}");
+    }
+
+    #[test]
+    fn a_second_process_that_is_stopped_makes_no_request_wait() {
+        let flags = SockFlag::SOCK_CLOEXEC;
+        let pair = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags);
+        let (ours, _stopped) = pair.unwrap();
+        let address = Address { host: "store".into(), port: 1 };
+        let connector =
+            Arc::new(Connector { address, channel: Arc::new(ours), requests: Mutex::default() });
+        for _ in 0..MAX_CONNECTING {
+            connector.connect(|_| panic!("nobody answers"));
+        }
+        let error = connected(&connector).unwrap_err();
+        assert!(error.to_string().contains("too many connections"), "{error}");
+        // The receiver must not take the end of the channel for the loss of the process.
+        drop(connector);
     }
 }

@@ -43,7 +43,7 @@ pub use capability::{
     WriteHold,
 };
 pub use completion::{Completer, Completions, channel};
-pub use confinement::{Address, Confinement, Network};
+pub use confinement::{Address, Confinement, NAME_FILES, Network};
 pub use credentials::{
     CredentialFile, CredentialSet, CredentialVersion, FoundSecret, MAX_CREDENTIAL_FILES,
     SecretSource,

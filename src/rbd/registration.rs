@@ -10,8 +10,8 @@ use cleat_backend::fence::Fence;
 use cleat_backend::store::Store;
 use cleat_backend::uri::{Options, invalid};
 use cleat_backend::{
-    Backend, Confinement, CredentialFile, CredentialSet, HandoverFiles, Image, Nested, Network,
-    OpenOptions, StoreParser, StoreSpec, Stored, VolumeSpec,
+    Backend, Confinement, CredentialFile, CredentialSet, HandoverFiles, Image, NAME_FILES, Nested,
+    Network, OpenOptions, StoreParser, StoreSpec, Stored, VolumeSpec,
 };
 use cleat_core::error::Result;
 use cleat_grants::storage::Fencing;
@@ -190,19 +190,14 @@ fn copies(spec: &RbdSpec) -> Vec<PathBuf> {
     let ceph = if spec.keyring.is_some() { "/etc/ceph/ceph.conf" } else { "/etc/ceph" };
     let system = [
         ceph,
-        // For resolving the names of monitors.
-        "/etc/hosts",
-        "/etc/host.conf",
-        "/etc/resolv.conf",
-        "/etc/nsswitch.conf",
-        "/etc/gai.conf",
-        "/etc/services",
         // For the library that encrypts connections.
         "/etc/ssl/openssl.cnf",
         "/usr/lib/ssl/openssl.cnf",
         "/etc/localtime",
     ];
-    let all = system.iter().map(PathBuf::from).chain(spec.conf.clone());
+    // Monitors have names.
+    let system = system.iter().chain(&NAME_FILES);
+    let all = system.map(PathBuf::from).chain(spec.conf.clone());
     all.filter(|path| path.exists()).collect()
 }
 
