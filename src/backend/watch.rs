@@ -112,7 +112,10 @@ fn look(channel: BorrowedFd<'_>, files: &[CredentialFile]) {
         let opened: Result<(Vec<File>, Vec<CredentialVersion>)> =
             files.iter().map(CredentialFile::open_with_version).collect();
         let sent = match opened {
-            Ok((_, versions)) if passed.as_ref() == Some(&versions) => Ok(()),
+            Ok((_, versions)) if passed.as_ref() == Some(&versions) => {
+                problem = None;
+                Ok(())
+            }
             Ok((opened, versions)) => {
                 (passed, problem) = (Some(versions), None);
                 let descriptors: Vec<_> = opened.iter().map(File::as_fd).collect();
