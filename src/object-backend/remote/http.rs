@@ -134,8 +134,11 @@ impl tower::Service<Uri> for Dial {
     type Error = Box<dyn std::error::Error + Send + Sync>;
     type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Self::Error>> + Send>>;
 
-    fn poll_ready(&mut self, _cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
-        Poll::Ready(Ok(()))
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        match self {
+            Self::Here(tcp) => tcp.poll_ready(cx).map_err(Into::into),
+            Self::Elsewhere(_) => Poll::Ready(Ok(())),
+        }
     }
 
     fn call(&mut self, uri: Uri) -> Self::Future {
