@@ -64,7 +64,7 @@ pub(super) struct ReadAhead {
     streams: [Stream; STREAMS],
     tick: u64,
     /// Whether a step is being looked up in the map. The next one needs to know what it reads.
-    is_chosen: bool,
+    is_choosing: bool,
     extents: BTreeMap<Stored, Loaded>,
     /// The extents in the order in which they were added. Some are gone.
     order: VecDeque<Stored>,
@@ -78,7 +78,7 @@ impl ReadAhead {
             max_bytes: max_bytes as u64,
             streams: [Stream::default(); STREAMS],
             tick: 0,
-            is_chosen: false,
+            is_choosing: false,
             extents: BTreeMap::new(),
             order: VecDeque::new(),
             bytes: 0,
@@ -123,7 +123,7 @@ impl ReadAhead {
 
     /// Returns the next step, in a volume of this size. [`ReadAhead::begun`] ends its choice.
     pub(super) fn next(&mut self, size: u64) -> Option<Step> {
-        if self.is_chosen {
+        if self.is_choosing {
             return None;
         }
         let max_bytes = self.max_bytes;
@@ -132,7 +132,7 @@ impl ReadAhead {
         let begin = newest.ahead;
         let step = newest.step();
         newest.ahead = size.min(begin + step);
-        self.is_chosen = true;
+        self.is_choosing = true;
         let first = newest.end.max(begin.saturating_sub(step / 2));
         let last = size.min(newest.ahead + step / 2);
         Some(Step { range: begin..newest.ahead, surroundings: first..last })
@@ -140,7 +140,7 @@ impl ReadAhead {
 
     /// Notes that all extents of the step were added.
     pub(super) fn begun(&mut self) {
-        self.is_chosen = false;
+        self.is_choosing = false;
     }
 
     /// Adds an extent that is about to be read. Returns false if it is there already, or if there is no room.

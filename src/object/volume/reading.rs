@@ -159,7 +159,7 @@ impl Shared {
             }
             let Ok(places) = self.look_up_in(&mut state, offset, buffer) else { return false };
             let is_ahead = |place: &Place| state.ahead.has(&self.access.stored(&place.entry));
-            if places.iter().any(is_ahead) {
+            if state.ahead.bytes() > 0 && places.iter().any(is_ahead) {
                 return false;
             }
             places
