@@ -57,18 +57,26 @@ fn main() {
         println!("store: {:.0} MiB/s in gets of 8 MiB, {depth} at a time", gets(&objects, depth));
         println!("volume: {:.0} MiB/s in reads of 1 MiB, depth {depth}", sequential(&uri, depth));
     }
-    fill(&uri, BLOCK);
     let file = directory.path().join("file");
     File::create(&file).unwrap().set_len(SIZE).unwrap();
     let file = format!("file:{}", file.display());
     fill(&file, MIB);
-    for _ in 0..3 {
-        println!("file: {:.0} random reads/s, depth {DEPTH}", random(&file, &[]));
-        println!("objects: {:.0} random reads/s", random(&uri, &[]));
-        let caches: Vec<File> =
-            (0..CACHE_FILES).map(|_| tempfile::tempfile_in(directory.path()).unwrap()).collect();
-        println!("objects with a cache: {:.0} random reads/s", random(&uri, &caches));
+    for length in [MIB, BLOCK] {
+        fill(&uri, length);
+        println!("a volume that was written in writes of {} KiB:", length >> 10);
+        for _ in 0..3 {
+            compare(directory.path(), &file, &uri);
+        }
     }
+}
+
+/// Random reads of a file, and of a volume of objects without and with a cache.
+fn compare(directory: &Path, file: &str, uri: &str) {
+    println!("file: {:.0} random reads/s, depth {DEPTH}", random(file, &[]));
+    println!("objects: {:.0} random reads/s", random(uri, &[]));
+    let new = |_| tempfile::tempfile_in(directory).unwrap();
+    let caches: Vec<File> = (0..CACHE_FILES).map(new).collect();
+    println!("objects with a cache: {:.0} random reads/s", random(uri, &caches));
 }
 
 fn start(uri: &str, cache: &[File]) -> (Worker, Vec<UnixStream>) {

@@ -1,16 +1,18 @@
 //! The cache of extents in files, which the supervisor passes to the worker. Workers of several volumes may have the same
 //! files.
 //!
-//! A file consists of [sets](set). The key of an extent says in which set it is, so each process finds what the
-//! others have written, also before a restart.
+//! A file consists of [sets](set). The key of an extent says in which set it is, or in which other one: it is written to the
+//! one to which less was written. So sets become full at about the same time, and each process finds what the others have
+//! written, also before a restart.
 //!
-//! Each process remembers the places of extents that it has found, so that it need not read the table of a set again.
+//! Each process [remembers](known) the blocks of extents that were verified. It need not read the table of a set, nor the rest
+//! of an extent, for a part of it.
 //!
 //! Nothing is locked or synchronized, and nothing that a file says is trusted: the engine verifies what it gets from here.
 //! If two processes write to a set at the same time, one of the extents can be lost or have wrong bytes; it is read from
 //! the store then. The files may be truncated, damaged or removed at any moment, and their disk may be full.
 
-mod places;
+mod known;
 mod set;
 
 use std::cell::RefCell;
@@ -27,14 +29,18 @@ use cleat_object::store::Pending;
 use cleat_object::store::pool::{Lane, Pool};
 use rustix::io::ReadWriteFlags;
 
-use places::Places;
-use set::{ENTRY_BYTES, SET_BYTES, TABLE_BYTES};
+use crate::nonce;
+use known::{BLOCK_BYTES, Known, Place};
+use set::{Entry, SET_BYTES, Slot, TABLE_BYTES};
 
 /// The data that waits to be written, in bytes. More is not kept.
 const MAX_QUEUED_BYTES: usize = 8 << 20;
 
 /// The threads that read what is not in the memory of the kernel.
 const READERS: usize = 4;
+
+/// The sets in which an extent can be.
+const CHOICES: [usize; 2] = [0, 1];
 
 /// A cache.
 pub(crate) struct FileCache {
@@ -47,7 +53,7 @@ struct Files {
     files: Vec<File>,
     /// The sets of each file; not 0.
     sets: u64,
-    places: Places,
+    known: Known,
     queued_bytes: AtomicUsize,
 }
 
@@ -62,7 +68,7 @@ enum AtOnce {
 }
 
 thread_local! {
-    /// What is read at once: the copy of an entry, and an extent.
+    /// What is read at once: an extent, or blocks of it.
     static READ: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -77,8 +83,9 @@ impl FileCache {
             files.map(|file| file.try_clone().map(File::from)).collect();
         let files = files.map_err(|error| Error::from_io("the files of the cache", error))?;
         let sets = (cache.file_bytes / SET_BYTES).max(1);
-        let (places, queued_bytes) = (Places::new(), AtomicUsize::new(0));
-        let files = Arc::new(Files { files, sets, places, queued_bytes });
+        let [seed, _] = words(&nonce::random()?);
+        let (known, queued_bytes) = (Known::new(seed), AtomicUsize::new(0));
+        let files = Arc::new(Files { files, sets, known, queued_bytes });
         let pool = Pool::start("cache", READERS, 1)
             .map_err(|error| Error::from_io("cannot start the threads of the cache", error))?;
         Ok(Self { files, pool })
@@ -88,7 +95,7 @@ impl FileCache {
 impl Cache for FileCache {
     fn get(&self, key: Key) -> Pending<'_, Option<Vec<u8>>> {
         let mut found = Vec::new();
-        let taken = self.files.read_at_once(&key, &mut |bytes| {
+        let taken = self.files.read_at_once(&key, &mut |_, bytes| {
             found = bytes.to_vec();
             true
         });
@@ -102,15 +109,19 @@ impl Cache for FileCache {
     }
 
     fn get_at_once(&self, key: Key, take: &mut dyn FnMut(&[u8]) -> bool) -> bool {
-        matches!(self.files.read_at_once(&key, take), AtOnce::Taken(true))
+        let Files { known, .. } = &*self.files;
+        let taken = self.files.read_at_once(&key, &mut |place, bytes| {
+            let is_right = take(bytes);
+            if is_right {
+                known.add(hash(&key), place, bytes);
+            }
+            is_right
+        });
+        matches!(taken, AtOnce::Taken(true))
     }
 
-    fn copy_at_once(&self, key: Key, target: &mut [u8]) -> bool {
-        self.files.copy_known(&key, target)
-            || self.get_at_once(key, &mut |bytes| {
-                target.copy_from_slice(bytes);
-                true
-            })
+    fn copy_verified(&self, key: Key, skip: u32, target: &mut [u8]) -> bool {
+        self.files.copy_known(&key, skip as usize, target)
     }
 
     fn put(&self, key: Key, bytes: &[u8]) {
@@ -129,94 +140,116 @@ impl Cache for FileCache {
 }
 
 impl Files {
-    /// Gives an extent to `take` if the kernel has it in memory.
-    fn read_at_once(&self, key: &Key, take: &mut dyn FnMut(&[u8]) -> bool) -> AtOnce {
-        let hash = hash(key);
-        let (file, begin) = self.set_of(hash);
-        if let Some(block) = self.places.get(hash)
-            && let AtOnce::Taken(taken) = read_copied(file, begin, (block, key), take)
-        {
-            return AtOnce::Taken(taken);
+    /// Gives an extent, with its place, to `take` if the kernel has it and the tables in memory.
+    fn read_at_once(&self, key: &Key, take: &mut dyn FnMut(Place, &[u8]) -> bool) -> AtOnce {
+        let mut is_absent = true;
+        for set in CHOICES {
+            let (file, begin) = self.set(hash(key), set);
+            let mut table = [0; TABLE_BYTES];
+            match read_now(file, &mut table, begin) {
+                // The file ends before the set.
+                Ok(0) => continue,
+                Ok(TABLE_BYTES) => {}
+                _ => {
+                    is_absent = false;
+                    continue;
+                }
+            }
+            let Some(entry) = set::find(&table, key) else { continue };
+            let at = begin + entry.at();
+            return with_memory(key.length as usize, |bytes| match read_now(file, bytes, at) {
+                Ok(read) if read == bytes.len() => {
+                    AtOnce::Taken(take(Place { set, block: entry.block() }, bytes))
+                }
+                _ => AtOnce::Unknown,
+            });
         }
-        let mut table = [0; TABLE_BYTES];
-        match read_now(file, &mut table, begin) {
-            // The file ends before the set.
-            Ok(0) => return AtOnce::Absent,
-            Ok(TABLE_BYTES) => {}
-            _ => return AtOnce::Unknown,
-        }
-        let Some(entry) = set::find(&table, key) else { return AtOnce::Absent };
-        let found = read_copied(file, begin, (entry.block(), key), take);
-        if matches!(found, AtOnce::Taken(true)) {
-            self.places.set(hash, entry.block());
-        }
-        found
+        if is_absent { AtOnce::Absent } else { AtOnce::Unknown }
     }
 
-    /// Copies an extent whose place is known to `target`, if the kernel has it in memory.
-    fn copy_known(&self, key: &Key, target: &mut [u8]) -> bool {
-        let hash = hash(key);
-        let Some(block) = self.places.get(hash) else { return false };
-        let (file, begin) = self.set_of(hash);
-        let (mut copy, length) = ([0; ENTRY_BYTES], ENTRY_BYTES + target.len());
-        let mut buffers = [IoSliceMut::new(&mut copy), IoSliceMut::new(target)];
-        let at = begin + set::position(block);
-        let read = rustix::io::preadv2(file, &mut buffers, at, ReadWriteFlags::NOWAIT);
-        read == Ok(length) && set::is_copy(&copy, block, key)
+    /// Copies a part of an extent to `target`, if its blocks are known, and the kernel has them in memory.
+    fn copy_known(&self, key: &Key, skip: usize, target: &mut [u8]) -> bool {
+        let (hash, first, end) = (hash(key), skip / BLOCK_BYTES, skip + target.len());
+        let Some(place) = self.known.place(hash, first) else { return false };
+        let (file, begin) = self.set(hash, place.set);
+        let last = end.next_multiple_of(BLOCK_BYTES).min(key.length as usize);
+        let blocks = first * BLOCK_BYTES..last;
+        let at = begin + set::position(place.block) + blocks.start as u64;
+        let read = |bytes: &mut [u8]| {
+            read_now(file, bytes, at) == Ok(bytes.len())
+                && self.known.has(hash, first, place, bytes)
+        };
+        if blocks == (skip..end) {
+            return read(target);
+        }
+        with_memory(blocks.len(), |bytes| {
+            let is_read = read(bytes);
+            target.copy_from_slice(&bytes[skip - blocks.start..][..target.len()]);
+            is_read
+        })
     }
 
     fn read(&self, key: &Key) -> io::Result<Option<Vec<u8>>> {
-        let (file, begin) = self.set_of(hash(key));
-        let table = table(file, begin)?;
-        let Some(entry) = set::find(&table, key) else { return Ok(None) };
-        let mut bytes = vec![0; key.length as usize];
-        file.read_exact_at(&mut bytes, begin + entry.at() + ENTRY_BYTES as u64)?;
-        Ok(Some(bytes))
+        for set in CHOICES {
+            let (file, begin) = self.set(hash(key), set);
+            if let Some(entry) = set::find(&table(file, begin)?, key) {
+                return read_extent(file, begin, &entry, key).map(Some);
+            }
+        }
+        Ok(None)
     }
 
     /// Writes an extent, and then its entry. Runs on one thread.
     fn write(&self, key: Key, bytes: &[u8]) -> io::Result<()> {
-        // Another worker has written it meanwhile. If its bytes are damaged, they are replaced.
-        if self.read(&key).is_ok_and(|found| found.as_deref() == Some(bytes)) {
-            return Ok(());
-        }
         let hash = hash(&key);
-        let (file, begin) = self.set_of(hash);
-        let Some(slot) = set::next(&table(file, begin)?, key) else { return Ok(()) };
-        let entry = slot.entry.encode();
-        file.write_all_at(&[&entry, bytes].concat(), begin + slot.entry.at())?;
-        file.write_all_at(&entry, begin + slot.entry_at)?;
-        self.places.set(hash, slot.entry.block());
+        let mut best: Option<(Slot, usize)> = None;
+        for set in CHOICES {
+            let (file, begin) = self.set(hash, set);
+            let table = table(file, begin)?;
+            let Some(slot) = set::next(&table, key) else { return Ok(()) };
+            if let Some(entry) = set::find(&table, &key) {
+                // Another worker has written it meanwhile. If its bytes are damaged, they are replaced.
+                if read_extent(file, begin, &entry, &key).is_ok_and(|found| found == bytes) {
+                    return Ok(());
+                }
+                best = Some((slot, set));
+                break;
+            }
+            if best.is_none_or(|(best, _)| slot.entry.number() < best.entry.number()) {
+                best = Some((slot, set));
+            }
+        }
+        let Some((slot, set)) = best else { return Ok(()) };
+        let (file, begin) = self.set(hash, set);
+        file.write_all_at(bytes, begin + slot.entry.at())?;
+        file.write_all_at(&slot.entry.encode(), begin + slot.entry_at)?;
+        self.known.add(hash, Place { set, block: slot.entry.block() }, bytes);
         Ok(())
     }
 
-    /// Returns the file with the set of an extent, and the position of the set in it.
-    fn set_of(&self, hash: u64) -> (&File, u64) {
+    /// Returns the file with one of the two sets of an extent, and the position of the set in it.
+    fn set(&self, hash: u64, choice: usize) -> (&File, u64) {
+        let hash = if choice == 0 { hash } else { spread(hash) };
         let files = self.files.len() as u64;
         let file = usize::try_from(hash % files).unwrap_or_default();
         (&self.files[file], hash / files % self.sets * SET_BYTES)
     }
 }
 
-/// Gives the extent behind a block to `take` if it is that of the key, and the kernel has it in memory.
-fn read_copied(
-    file: &File,
-    set: u64,
-    (block, key): (u32, &Key),
-    take: &mut dyn FnMut(&[u8]) -> bool,
-) -> AtOnce {
+/// Reads an extent from the set that begins at `set`.
+fn read_extent(file: &File, set: u64, entry: &Entry, key: &Key) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; key.length as usize];
+    file.read_exact_at(&mut bytes, set + entry.at())?;
+    Ok(bytes)
+}
+
+/// Calls `work` with memory of the thread.
+fn with_memory<R>(length: usize, work: impl FnOnce(&mut [u8]) -> R) -> R {
     READ.with_borrow_mut(|buffer| {
-        let length = ENTRY_BYTES + key.length as usize;
         if buffer.len() < length {
             buffer.resize(length, 0);
         }
-        let bytes = &mut buffer[..length];
-        match read_now(file, bytes, set + set::position(block)) {
-            Ok(read) if read == length && set::is_copy(&bytes[..ENTRY_BYTES], block, key) => {
-                AtOnce::Taken(take(&bytes[ENTRY_BYTES..]))
-            }
-            _ => AtOnce::Unknown,
-        }
+        work(&mut buffer[..length])
     })
 }
 
@@ -239,9 +272,7 @@ fn table(file: &File, begin: u64) -> io::Result<[u8; TABLE_BYTES]> {
 }
 
 fn hash(key: &Key) -> u64 {
-    let volume = u128::from_le_bytes(key.volume.0);
-    let halves = [volume & u128::from(u64::MAX), volume >> 64];
-    let [low, high] = halves.map(|half| u64::try_from(half).unwrap_or(0));
+    let [low, high] = words(&key.volume.0);
     let place = u64::from(key.at) << 32 | u64::from(key.length);
     let words = [low, high, key.object.epoch, key.object.slot, place].into_iter();
     // The multiplication of FNV-1a carries nothing from the upper bits of a word to the lower ones.
@@ -249,6 +280,11 @@ fn hash(key: &Key) -> u64 {
         let mixed = (hash ^ word).wrapping_mul(FNV_PRIME);
         mixed ^ (mixed >> 32)
     }))
+}
+
+fn words(bytes: &[u8; 16]) -> [u64; 2] {
+    let (low, high) = bytes.split_at(8);
+    [low, high].map(|half| half.try_into().map_or(0, u64::from_le_bytes))
 }
 
 /// Returns a number that is the same in every build, because a cache outlives them (FNV-1a).
@@ -274,6 +310,7 @@ mod tests {
 
     use cleat_object::name::{Position, VolumeId};
 
+    use super::set::ENTRY_BYTES;
     use super::*;
     use crate::executor::block_until;
     use crate::timeouts::after;
@@ -385,17 +422,17 @@ mod tests {
         let cache = FileCache::open(&files).unwrap();
         cache.fill(0..7);
         let file = File::options().write(true).open(directory.path().join("0")).unwrap();
-        let (table, entry) = (TABLE_BYTES as u64, ENTRY_BYTES as u64);
-        let extent = entry + u64::from(LENGTH);
-        file.set_len(table + 4 * extent).unwrap();
+        // The first extent is the length of one behind the beginning.
+        let extent = u64::from(LENGTH);
+        file.set_len(5 * extent).unwrap();
         assert_eq!(cache.kept(0..7), [0, 1, 2, 3]);
         // The entry of the second one is damaged.
-        file.write_all_at(&[0xff], entry + 20).unwrap();
+        file.write_all_at(&[0xff], ENTRY_BYTES as u64 + 20).unwrap();
         assert_eq!(FileCache::open(&files).unwrap().kept(0..7), [0, 2, 3]);
         cache.fill(1..2);
         assert_eq!(cache.read(1), Some(bytes(1)));
         // Damaged bytes are replaced when the store was read.
-        file.write_all_at(&[0xff], table + 2 * extent + entry).unwrap();
+        file.write_all_at(&[0xff], 3 * extent).unwrap();
         assert_ne!(cache.read(2), Some(bytes(2)));
         cache.fill(2..3);
         assert_eq!(cache.read(2), Some(bytes(2)));
@@ -403,6 +440,42 @@ mod tests {
         assert_eq!(cache.read(2), None);
         cache.fill(2..3);
         assert_eq!(cache.read(2), Some(bytes(2)));
+    }
+
+    #[test]
+    fn parts_of_extents_are_copied_when_this_process_has_verified_the_extent() {
+        let directory = tempfile::tempdir().unwrap();
+        let files = files(directory.path(), 1, 1);
+        let (one, other) = (FileCache::open(&files).unwrap(), FileCache::open(&files).unwrap());
+        let mut random = vec![0; LENGTH as usize];
+        random.chunks_mut(8).zip(0_u64..).for_each(|(word, number)| {
+            word.copy_from_slice(&spread(number).to_le_bytes());
+        });
+        let copied = |cache: &FileCache, range: std::ops::Range<usize>| {
+            let mut target = vec![0; range.len()];
+            let is_copied = cache.copy_verified(key(0), range.start as u32, &mut target);
+            assert!(!is_copied || target == random[range], "other bytes");
+            is_copied
+        };
+        let parts =
+            [0..4096, 4096..12288, 61440..65536, 100..200, 4000..9000, 65000..65536, 0..65536];
+        one.put(key(0), &random);
+        one.settle();
+        parts.iter().for_each(|part| assert!(copied(&one, part.clone()), "{part:?}"));
+        assert!(!copied(&other, 0..4096));
+        assert!(!other.get_at_once(key(0), &mut |_| false));
+        assert!(!copied(&other, 0..4096), "it was not verified");
+        assert!(other.get_at_once(key(0), &mut |bytes| bytes == random));
+        parts.iter().for_each(|part| assert!(copied(&other, part.clone()), "{part:?}"));
+        // One byte is damaged, which is in the second block.
+        let file = File::options().write(true).open(directory.path().join("0")).unwrap();
+        file.write_all_at(&[!random[5000]], u64::from(LENGTH) + 5000).unwrap();
+        let is_damaged = |part: &std::ops::Range<usize>| part.start < 8192 && part.end > 4096;
+        parts.iter().for_each(|part| assert_eq!(copied(&one, part.clone()), !is_damaged(part)));
+        file.set_len(u64::from(LENGTH) + 4096).unwrap();
+        assert_eq!([0..4096, 4096..8192].map(|part| copied(&one, part)), [true, false]);
+        one.fill(1..8);
+        assert!(!copied(&one, 0..4096), "other extents were written over it");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! A cache of extents as they were read from the store, for example on a local disk.
 //!
-//! A cache may lose anything at any moment. What it returns is verified like bytes of the store, so wrong bytes cost a
-//! read of the store and are never served.
+//! A cache may lose anything at any moment. What it returns is verified like bytes of the store, unless it says that it has
+//! done so itself. So wrong bytes cost a read of the store and are never served.
 
 use crate::name::{Position, VolumeId};
 use crate::store::Pending;
@@ -25,18 +25,17 @@ pub trait Cache: Send + Sync {
     fn get(&self, key: Key) -> Pending<'_, Option<Vec<u8>>>;
 
     /// Gives the bytes of an extent to `take`, if the cache has them and need not wait for that. Returns what `take`
-    /// returns; false if it was not called.
+    /// returns, which is whether they are the right ones; false if it was not called.
     fn get_at_once(&self, key: Key, take: &mut dyn FnMut(&[u8]) -> bool) -> bool;
 
-    /// Copies the bytes of an extent to `target`, which has their length, if the cache has them and need not wait for that.
-    /// Returns false otherwise; `target` may have changed then.
-    fn copy_at_once(&self, key: Key, target: &mut [u8]) -> bool {
-        self.get_at_once(key, &mut |bytes| {
-            target.copy_from_slice(bytes);
-            true
-        })
+    /// Copies the part of an extent from byte `skip` on to `target`, if the cache need not wait for it, and if it can prove
+    /// that the bytes are those that it was offered, or that were taken. Returns false otherwise; `target` may have changed
+    /// then.
+    fn copy_verified(&self, key: Key, skip: u32, target: &mut [u8]) -> bool {
+        let _ = (key, skip, target);
+        false
     }
 
-    /// Offers the bytes of an extent. The cache may ignore them.
+    /// Offers the bytes of an extent, which were verified. The cache may ignore them.
     fn put(&self, key: Key, bytes: &[u8]);
 }

@@ -190,7 +190,22 @@ impl Page {
 
     /// The index of the first entry that ends behind `start`.
     fn first_behind(&self, start: u32) -> usize {
-        self.entries.partition_point(|entry| entry.offset + entry.length <= start)
+        let is_before = |entry: &Entry| entry.offset + entry.length <= start;
+        // In most pages, extents of one length follow each other without gaps. Steps from one place in the memory to another
+        // one would take longer than the rest of a lookup.
+        let guess = self.guess(start);
+        let is_behind = self.entries.get(guess).is_some_and(|entry| !is_before(entry));
+        if is_behind && self.entries[..guess].last().is_none_or(is_before) {
+            return guess;
+        }
+        self.entries.partition_point(is_before)
+    }
+
+    /// The index of the entry at `start` if all have the same length.
+    fn guess(&self, start: u32) -> usize {
+        let end = self.entries.last().map_or(1, |last| u64::from(last.offset + last.length));
+        let guess = u64::from(start) * self.entries.len() as u64 / end;
+        usize::try_from(guess).unwrap_or(usize::MAX)
     }
 }
 

@@ -144,6 +144,7 @@ fn what_follows_a_sequential_read_is_read_ahead_within_its_memory() {
 #[derive(Default)]
 struct Kept {
     extents: Mutex<HashMap<Key, Vec<u8>>>,
+    verified: Mutex<HashMap<Key, Vec<u8>>>,
 }
 
 impl Cache for Kept {
@@ -152,12 +153,63 @@ impl Cache for Kept {
     }
 
     fn get_at_once(&self, key: Key, take: &mut dyn FnMut(&[u8]) -> bool) -> bool {
-        self.extents.lock().unwrap().get(&key).is_some_and(|bytes| take(bytes))
+        let is_right = |bytes: &Vec<u8>| {
+            let is_right = take(bytes);
+            if is_right {
+                self.verified.lock().unwrap().insert(key, bytes.clone());
+            }
+            is_right
+        };
+        self.extents.lock().unwrap().get(&key).is_some_and(is_right)
+    }
+
+    fn copy_verified(&self, key: Key, skip: u32, target: &mut [u8]) -> bool {
+        let (extents, verified) = (self.extents.lock().unwrap(), self.verified.lock().unwrap());
+        let Some(bytes) = extents.get(&key).filter(|bytes| verified.get(&key) == Some(bytes))
+        else {
+            return false;
+        };
+        target.copy_from_slice(&bytes[skip as usize..][..target.len()]);
+        true
     }
 
     fn put(&self, key: Key, bytes: &[u8]) {
         self.extents.lock().unwrap().insert(key, bytes.to_vec());
+        self.verified.lock().unwrap().insert(key, bytes.to_vec());
     }
+}
+
+#[test]
+fn parts_of_extents_are_read_from_a_cache() {
+    let memory = Arc::new(Memory::default());
+    let store: Arc<dyn Store> = Arc::<Memory>::clone(&memory);
+    drop(written(&store, &[(0, 64 << 10), (20 << 10, 4096), (81 << 9, 1024)]));
+    let kept = Arc::new(Kept::default());
+    let cache: Arc<dyn Cache> = Arc::<Kept>::clone(&kept);
+    let place = block_on(Place::find(Arc::clone(&store), Nonce([3; 16]))).unwrap();
+    let place = place.with_cache(&cache);
+    assert_eq!(block_on(place.claim(3, "node")), Ok(true));
+    let volume = block_on(place.open(3, Config::default())).unwrap();
+    let expected = read(&volume, 0, 64 << 10);
+    let at_once = |offset: usize, length: usize| {
+        let mut bytes = vec![0; length];
+        volume.read_at_once(offset as u64, &mut bytes).then_some(bytes)
+    };
+    for is_verified in [true, false] {
+        for (offset, length) in
+            [(0, 512), (16 << 10, 8192), (40_960, 4096), (512, 64_512), (65_024, 512)]
+        {
+            let found = at_once(offset, length);
+            let is_right = found.is_some_and(|found| found == expected[offset..][..length]);
+            assert!(is_right, "{offset} {length}");
+            if !is_verified {
+                kept.verified.lock().unwrap().clear();
+            }
+        }
+        kept.verified.lock().unwrap().clear();
+    }
+    kept.extents.lock().unwrap().clear();
+    assert_eq!(at_once(0, 512), None);
 }
 
 #[test]

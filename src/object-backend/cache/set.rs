@@ -2,13 +2,12 @@
 //!
 //! ```text
 //! 0     table: 128 entries of 64 bytes
-//! 8192  extents, each at a multiple of 64 bytes and behind a copy of its entry
+//! 8192  extents, each at a multiple of the largest power of two that divides its length: 64 at least, 65536 at most
 //! ```
 //!
 //! Entries and extents are written one after the other, and then again from the first one on. So the oldest extents are
-//! overwritten. Each entry has a number, which is greater than that of all entries before it. What overwrites an extent
-//! overwrites the copy of its entry first, or together with it. So who knows the place of an extent needs no table: if the
-//! copy is there, the extent is.
+//! overwritten. Each entry has a number, which is greater than that of all entries before it. An extent whose length is a
+//! multiple of 4 KiB consists of whole pages of the kernel, so the kernel looks up and copies no more of them than needed.
 
 use cleat_object::cache::Key;
 use cleat_object::name::{Position, VolumeId};
@@ -26,13 +25,16 @@ const BLOCK_BYTES: u32 = 64;
 const FIRST_BLOCK: u32 = 128;
 const END_BLOCK: u32 = 8192;
 
+/// The maximum alignment of an extent in bytes.
+const MAX_ALIGNMENT: u32 = 64 << 10;
+
 /// The length of an entry in bytes.
 pub(super) const ENTRY_BYTES: usize = 64;
 
-/// The entries of a table. Extents of 4 KiB fill the set with 124 of them.
+/// The entries of a table. Extents of 4 KiB fill the set with 126 of them.
 const ENTRIES: usize = 128;
 
-const MAGIC: [u8; 8] = *b"cleatex3";
+const MAGIC: [u8; 8] = *b"cleatex4";
 
 /// An extent in a set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,14 +54,19 @@ pub(super) struct Slot {
 }
 
 impl Entry {
-    /// The position of the copy of the entry in the set, in bytes. The extent follows it.
+    /// The position of the extent in the set, in bytes.
     pub(super) fn at(&self) -> u64 {
         position(self.block)
     }
 
-    /// The first block of the copy.
+    /// The first block of the extent.
     pub(super) fn block(&self) -> u32 {
         self.block
+    }
+
+    /// The number, which is greater than that of everything that was written to the set before.
+    pub(super) fn number(&self) -> u64 {
+        self.number
     }
 
     /// The block behind the extent.
@@ -112,19 +119,20 @@ pub(super) fn position(block: u32) -> u64 {
     u64::from(block) * u64::from(BLOCK_BYTES)
 }
 
-/// The blocks of an extent of `length` bytes and of the copy of its entry.
+/// The blocks of an extent of `length` bytes.
 fn blocks(length: u32) -> u32 {
-    1 + length.div_ceil(BLOCK_BYTES)
+    length.div_ceil(BLOCK_BYTES)
+}
+
+/// Returns the first block from `block` on at which an extent of `length` bytes may begin.
+fn aligned(block: u32, length: u32) -> u32 {
+    let alignment = 1 << length.trailing_zeros().min(MAX_ALIGNMENT.trailing_zeros());
+    block.next_multiple_of(alignment.max(BLOCK_BYTES) / BLOCK_BYTES)
 }
 
 /// Returns whether a set has room for an extent of `length` bytes.
 fn fits(length: u32) -> bool {
-    blocks(length) <= END_BLOCK - FIRST_BLOCK
-}
-
-/// Whether `copy`, which was read at a block, is the copy of the entry of an extent.
-pub(super) fn is_copy(copy: &[u8], block: u32, key: &Key) -> bool {
-    Entry::decode(copy).is_some_and(|entry| entry.key == *key && entry.block == block)
+    aligned(FIRST_BLOCK, length) + blocks(length) <= END_BLOCK
 }
 
 /// Returns the newest entry of an extent, if nothing was written over the extent since.
@@ -158,15 +166,15 @@ pub(super) fn next(table: &[u8], key: Key) -> Option<Slot> {
     if !fits(key.length) {
         return None;
     }
-    let mut entry = Entry { number: 1, key, block: FIRST_BLOCK };
+    let mut entry = Entry { number: 1, key, block: aligned(FIRST_BLOCK, key.length) };
     let mut index = 0;
     if let Some((last_index, last)) = entries(table).max_by_key(number) {
         entry.number = last.number.saturating_add(1);
-        entry.block = last.end();
+        entry.block = aligned(last.end(), key.length);
         index = (last_index + 1) % ENTRIES;
     }
     if entry.end() > END_BLOCK {
-        entry.block = FIRST_BLOCK;
+        entry.block = aligned(FIRST_BLOCK, key.length);
     }
     Some(Slot { entry, entry_at: (index * ENTRY_BYTES) as u64 })
 }
@@ -231,9 +239,23 @@ mod tests {
         }
         let kept = (0..300).filter(|number| set.has(*number, 100)).count();
         assert_eq!(kept, ENTRIES, "short extents are limited by the table");
-        let longest = (504 << 10) - 64;
+        let longest = 504 << 10;
         assert_eq!(next(&set.table, key(1, longest)).map(|slot| slot.entry.block), Some(128));
         assert_eq!(next(&set.table, key(1, longest + 1)), None);
+    }
+
+    #[test]
+    fn extents_of_whole_pages_begin_with_a_page() {
+        let mut set = Set::new();
+        let lengths = [100, 4096, 512, 12 << 10, 100, 64 << 10, 8 << 10];
+        let places = lengths.map(|length| {
+            let place = next(&set.table, key(1, length)).unwrap().entry.block();
+            set.put(1, length);
+            position(place) - TABLE_BYTES as u64
+        });
+        let [kib, from_table] = [1 << 10, 56 << 10];
+        let behind = from_table + (64 << 10);
+        assert_eq!(places, [0, 4 * kib, 8 * kib, 12 * kib, 24 * kib, from_table, behind]);
     }
 
     proptest! {

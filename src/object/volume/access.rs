@@ -192,10 +192,10 @@ impl Access {
         self.cache.as_ref().is_some_and(|cache| cache.get_at_once(key, take))
     }
 
-    /// Copies the bytes of an extent to `target`, which has their length, if the cache has them at once. They are not
-    /// verified. Returns false otherwise; `target` may have changed then.
-    pub(super) fn copy_cached_at_once(&self, key: Key, target: &mut [u8]) -> bool {
-        self.cache.as_ref().is_some_and(|cache| cache.copy_at_once(key, target))
+    /// Copies the part of an extent from byte `skip` on to `target`, if the cache has it at once and has verified it. Returns
+    /// false otherwise; `target` may have changed then.
+    pub(super) fn copy_cached(&self, key: Key, skip: u32, target: &mut [u8]) -> bool {
+        self.cache.as_ref().is_some_and(|cache| cache.copy_verified(key, skip, target))
     }
 
     /// Offers the verified bytes of an extent to the cache.

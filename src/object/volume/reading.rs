@@ -177,10 +177,8 @@ impl Shared {
         let Ok(access) = self.access.of(entry.ancestor) else { return false };
         let key = self.access.stored(entry).key(access.cached_volume());
         let target = &mut buffer[*at..*at + entry.length as usize];
-        // The bytes of the cache prove nothing: another process may have changed them.
-        if access.packing.is_plain() && key.length == entry.length {
-            return access.copy_cached_at_once(key, target)
-                && access.unpack_at_once(entry, *base, target).is_some();
+        if access.packing.is_plain() && access.copy_cached(key, entry.skip, target) {
+            return true;
         }
         access.cached_at_once(key, &mut |bytes| {
             let Some(data) = access.unpack_at_once(entry, *base, bytes) else { return false };

@@ -1,0 +1,188 @@
+//! What this process knows of the cache: where the blocks of extents are, and a hash of each block. The memory has a fixed
+//! size, and may forget anything.
+//!
+//! Only extents that have been verified get here, so a block with the same hash is the same block. Without that, each read of a
+//! part would have to read and verify the whole extent, which may be 16 times as long.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use twox_hash::XxHash3_64;
+
+/// The length of a block in bytes. The last one of an extent may be shorter.
+pub(super) const BLOCK_BYTES: usize = 4096;
+
+/// The blocks that are remembered: 1 GiB of the cache.
+const BLOCKS: usize = 256 << 10;
+
+/// The blocks that have the same room: a line of the processor's cache.
+const ROOM: usize = 4;
+
+/// The rooms of a chunk, whose memory is allocated when it is used: 4 KiB.
+const CHUNK: usize = 64;
+
+/// The bits of a place.
+const PLACE_BITS: u32 = 16;
+
+/// The bits of the block in a place.
+const BLOCK_BITS: u32 = 15;
+
+/// Where an extent is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Place {
+    /// Which of the two sets of the extent.
+    pub(super) set: usize,
+    /// The first block in it, which is never 0.
+    pub(super) block: u32,
+}
+
+impl Place {
+    fn encode(self) -> u64 {
+        u64::from(self.set != 0) << BLOCK_BITS | u64::from(self.block)
+    }
+
+    fn decode(place: u64) -> Option<Self> {
+        let block = u32::try_from(place & ((1 << BLOCK_BITS) - 1)).ok()?;
+        (block > 0).then_some(Self { set: usize::from(place >> BLOCK_BITS & 1 == 1), block })
+    }
+}
+
+/// A block. Both halves are written one after the other: a mixture of two blocks has a wrong hash.
+#[derive(Default)]
+struct Block {
+    /// Most bits of the hash of its name, and the place of its extent in the set.
+    place: AtomicU64,
+    /// The hash of its bytes, together with its name.
+    hash: AtomicU64,
+}
+
+#[derive(Default)]
+#[repr(align(64))]
+struct Room([Block; ROOM]);
+
+/// Blocks by the hashes of their names.
+pub(super) struct Known {
+    chunks: Vec<OnceLock<Box<[Room]>>>,
+    /// No other process knows it, so none can make bytes with the hash of others.
+    seed: u64,
+}
+
+impl Known {
+    pub(super) fn new(seed: u64) -> Self {
+        let chunks = (0..BLOCKS / ROOM / CHUNK).map(|_| OnceLock::new()).collect();
+        Self { chunks, seed }
+    }
+
+    /// Returns the place of an extent with this hash of its key, if its block with this number is known. It may be the place
+    /// of another extent.
+    pub(super) fn place(&self, extent: u64, number: usize) -> Option<Place> {
+        self.find(name(extent, number)).map(|(place, _)| place)
+    }
+
+    /// Whether `bytes`, which were read from an extent at `place`, are those of its blocks from this number on.
+    pub(super) fn has(&self, extent: u64, first: usize, place: Place, bytes: &[u8]) -> bool {
+        bytes.chunks(BLOCK_BYTES).zip(first..).all(|(block, number)| {
+            let name = name(extent, number);
+            self.find(name).is_some_and(|found| found == (place, self.hash(name, block)))
+        })
+    }
+
+    /// Remembers an extent that was verified.
+    pub(super) fn add(&self, extent: u64, place: Place, bytes: &[u8]) {
+        for (number, block) in bytes.chunks(BLOCK_BYTES).enumerate() {
+            let name = name(extent, number);
+            self.set(name, place, self.hash(name, block));
+        }
+    }
+
+    fn find(&self, name: u64) -> Option<(Place, u64)> {
+        let (chunk, at) = index(name);
+        let blocks = &self.chunks[chunk].get()?[at].0;
+        blocks.iter().find_map(|block| {
+            let found = block.place.load(Ordering::Relaxed);
+            let is_found = found >> PLACE_BITS == name >> PLACE_BITS;
+            let place = Place::decode(found).filter(|_| is_found)?;
+            Some((place, block.hash.load(Ordering::Relaxed)))
+        })
+    }
+
+    fn set(&self, name: u64, place: Place, hash: u64) {
+        let (chunk, at) = index(name);
+        let new = || (0..CHUNK).map(|_| Room::default()).collect();
+        let blocks = &self.chunks[chunk].get_or_init(new)[at].0;
+        let holder = |block: &&Block| block.place.load(Ordering::Relaxed) >> PLACE_BITS;
+        let own = blocks.iter().find(|block| holder(block) == name >> PLACE_BITS);
+        let free = || blocks.iter().find(|block| holder(block) == 0);
+        // If the room is full, one of the blocks is forgotten, whichever it is.
+        let any = &blocks[usize::try_from(hash).unwrap_or(0) % ROOM];
+        let block = own.or_else(free).unwrap_or(any);
+        block.place.store((name >> PLACE_BITS) << PLACE_BITS | place.encode(), Ordering::Relaxed);
+        block.hash.store(hash, Ordering::Relaxed);
+    }
+
+    fn hash(&self, name: u64, block: &[u8]) -> u64 {
+        XxHash3_64::oneshot_with_seed(self.seed ^ name, block)
+    }
+}
+
+/// The name of a block. The multiplier is that of Fibonacci hashing.
+fn name(extent: u64, number: usize) -> u64 {
+    extent ^ (number as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+/// The lower bits of the hash of a key are those of the file and the set.
+fn index(name: u64) -> (usize, usize) {
+    let at = usize::try_from(name >> 40).unwrap_or(0) % (BLOCKS / ROOM);
+    (at / CHUNK, at % CHUNK)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(block: u32) -> Place {
+        Place { set: 1, block }
+    }
+
+    #[test]
+    fn a_block_is_known_with_its_bytes_at_its_place_and_for_its_extent_only() {
+        let known = Known::new(7);
+        let extent = 0x1234_5678_9abc_def0;
+        let bytes: Vec<u8> = (0..10_000_u32).map(|at| (at / 7) as u8).collect();
+        assert_eq!(known.place(extent, 0), None);
+        known.add(extent, at(128), &bytes);
+        assert_eq!(
+            [0, 1, 2, 3].map(|number| known.place(extent, number)),
+            [Some(at(128)), Some(at(128)), Some(at(128)), None]
+        );
+        assert!(known.has(extent, 0, at(128), &bytes));
+        assert!(known.has(extent, 1, at(128), &bytes[4096..8192]));
+        assert!(known.has(extent, 2, at(128), &bytes[8192..]));
+        assert!(!known.has(extent, 0, at(128), &bytes[4096..8192]), "another block");
+        assert!(!known.has(extent, 0, at(192), &bytes), "another place");
+        assert!(!known.has(extent, 0, Place { set: 0, block: 128 }, &bytes), "the other set");
+        assert!(!known.has(extent, 2, at(128), &bytes[8192..9000]), "a part of a block");
+        let mut damaged = bytes.clone();
+        damaged[5000] ^= 1;
+        assert!(!known.has(extent, 0, at(128), &damaged));
+        assert!(known.has(extent, 0, at(128), &damaged[..4096]));
+        // The lowest bits of the hash are not in the memory, but they are in the hash of the block.
+        assert_eq!(known.place(extent ^ 1, 0), Some(at(128)));
+        assert!(!known.has(extent ^ 1, 0, at(128), &bytes));
+        known.add(extent, at(8191), &bytes);
+        assert_eq!(known.place(extent, 0), Some(at(8191)));
+    }
+
+    #[test]
+    fn a_full_room_forgets_one_block() {
+        let known = Known::new(7);
+        let extents: Vec<u64> = (1..=5).map(|number| number << 20).collect();
+        for extent in &extents {
+            known.add(*extent, at(200), b"data");
+        }
+        let count =
+            extents.iter().filter(|extent| known.has(**extent, 0, at(200), b"data")).count();
+        assert_eq!(count, 4);
+        assert!(known.has(extents[4], 0, at(200), b"data"));
+    }
+}
