@@ -16,6 +16,7 @@ mod check;
 mod checkpoint;
 mod cloning;
 mod collect;
+mod content;
 mod difference;
 mod extents;
 mod fetch;
@@ -113,7 +114,7 @@ impl Default for Config {
             tail_slots: 256,
             puts_in_flight: 4,
             map_bytes: 64 << 20,
-            read_ahead_bytes: 48 << 20,
+            read_ahead_bytes: 56 << 20,
             checkpoint_slots: 256,
             sweep_checkpoints: 64,
             spare_page_objects: 16,

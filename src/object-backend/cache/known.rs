@@ -12,14 +12,14 @@ use twox_hash::XxHash3_64;
 /// The length of a block in bytes. The last one of an extent may be shorter.
 pub(super) const BLOCK_BYTES: usize = 4096;
 
-/// The blocks that are remembered: 1 GiB of the cache.
-const BLOCKS: usize = 256 << 10;
+/// The blocks that are remembered: 2 GiB of the cache, in 8 MiB of memory.
+const BLOCKS: usize = 512 << 10;
 
-/// The blocks that have the same room: a line of the processor's cache.
-const ROOM: usize = 4;
+/// The blocks that have the same room: two lines of the processor's cache.
+const ROOM: usize = 8;
 
 /// The rooms of a chunk, whose memory is allocated when it is used: 4 KiB.
-const CHUNK: usize = 64;
+const CHUNK: usize = 32;
 
 /// The bits of a place.
 const PLACE_BITS: u32 = 16;
@@ -176,13 +176,13 @@ mod tests {
     #[test]
     fn a_full_room_forgets_one_block() {
         let known = Known::new(7);
-        let extents: Vec<u64> = (1..=5).map(|number| number << 20).collect();
+        let extents: Vec<u64> = (1..=9).map(|number| number << 20).collect();
         for extent in &extents {
             known.add(*extent, at(200), b"data");
         }
         let count =
             extents.iter().filter(|extent| known.has(**extent, 0, at(200), b"data")).count();
-        assert_eq!(count, 4);
-        assert!(known.has(extents[4], 0, at(200), b"data"));
+        assert_eq!(count, 8);
+        assert!(known.has(extents[8], 0, at(200), b"data"));
     }
 }

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::content::Content;
 use super::stored::Stored;
 
 /// The sequential reads that are followed at the same time.
@@ -32,7 +33,7 @@ pub(super) enum Loaded {
     /// It is being read.
     Running,
     /// Its content.
-    Ready(Arc<[u8]>),
+    Ready(Content),
 }
 
 /// What is read at once.
@@ -59,7 +60,7 @@ struct Stream {
 
 /// The streams, and what was read ahead.
 pub(super) struct ReadAhead {
-    /// The maximum of `bytes`; 0: nothing is read ahead.
+    /// The maximum of [`ReadAhead::bytes`]; 0: nothing is read ahead.
     max_bytes: u64,
     streams: [Stream; STREAMS],
     tick: u64,
@@ -68,8 +69,12 @@ pub(super) struct ReadAhead {
     extents: BTreeMap<Stored, Loaded>,
     /// The extents in the order in which they were added. Some are gone.
     order: VecDeque<Stored>,
-    /// The bytes of the extents.
-    bytes: u64,
+    /// The bytes of the extents that are being read.
+    running_bytes: u64,
+    /// For each answer of the store that has a part here, by its address: the number of these parts.
+    answers: BTreeMap<usize, usize>,
+    /// The bytes of these answers. One stays in memory until none of its parts is needed.
+    answer_bytes: u64,
 }
 
 impl ReadAhead {
@@ -81,13 +86,15 @@ impl ReadAhead {
             is_choosing: false,
             extents: BTreeMap::new(),
             order: VecDeque::new(),
-            bytes: 0,
+            running_bytes: 0,
+            answers: BTreeMap::new(),
+            answer_bytes: 0,
         }
     }
 
     /// The memory in use, in bytes.
     pub(super) fn bytes(&self) -> u64 {
-        self.bytes
+        self.running_bytes + self.answer_bytes
     }
 
     /// Counts a read. Returns whether more is to be read ahead.
@@ -146,7 +153,7 @@ impl ReadAhead {
     /// Adds an extent that is about to be read. Returns false if it is there already, or if there is no room.
     pub(super) fn begin(&mut self, stored: Stored) -> bool {
         let length = u64::from(stored.data_length);
-        while self.bytes + length > self.max_bytes {
+        while self.bytes() + length > self.max_bytes {
             let Some(oldest) = self.order.pop_front() else { break };
             match self.extents.get(&oldest) {
                 Some(Loaded::Running) => {
@@ -157,10 +164,10 @@ impl ReadAhead {
                 None => {}
             }
         }
-        if self.bytes + length > self.max_bytes || self.extents.contains_key(&stored) {
+        if self.bytes() + length > self.max_bytes || self.extents.contains_key(&stored) {
             return false;
         }
-        self.bytes += length;
+        self.running_bytes += length;
         self.extents.insert(stored, Loaded::Running);
         // An extent that was used and is read again is there twice. The number of such entries is bounded here.
         if self.order.len() > 2 * self.extents.len() {
@@ -171,15 +178,33 @@ impl ReadAhead {
         true
     }
 
-    pub(super) fn end(&mut self, stored: Stored, data: &[u8]) {
-        if let Some(loaded) = self.extents.get_mut(&stored) {
-            *loaded = Loaded::Ready(data.into());
-        }
+    /// Notes the content of an extent.
+    pub(super) fn end(&mut self, stored: Stored, content: Content) {
+        let Some(loaded @ Loaded::Running) = self.extents.get_mut(&stored) else { return };
+        let answer = content.answer();
+        let parts = self.answers.entry(address(answer)).or_insert_with(|| {
+            self.answer_bytes += answer.len() as u64;
+            0
+        });
+        *parts += 1;
+        self.running_bytes -= u64::from(stored.data_length);
+        *loaded = Loaded::Ready(content);
     }
 
     pub(super) fn remove(&mut self, stored: &Stored) {
-        if self.extents.remove(stored).is_some() {
-            self.bytes -= u64::from(stored.data_length);
+        match self.extents.remove(stored) {
+            None => {}
+            Some(Loaded::Running) => self.running_bytes -= u64::from(stored.data_length),
+            Some(Loaded::Ready(content)) => self.release(content.answer()),
+        }
+    }
+
+    fn release(&mut self, answer: &Arc<Vec<u8>>) {
+        let Some(parts) = self.answers.get_mut(&address(answer)) else { return };
+        *parts -= 1;
+        if *parts == 0 {
+            self.answers.remove(&address(answer));
+            self.answer_bytes -= answer.len() as u64;
         }
     }
 
@@ -198,6 +223,11 @@ impl ReadAhead {
     }
 }
 
+/// The address of an answer that is in memory, which no other one has.
+fn address(answer: &Arc<Vec<u8>>) -> usize {
+    Arc::as_ptr(answer).addr()
+}
+
 impl Stream {
     /// Whether another step is to be read ahead: up to four times of what was read already, and three quarters of the
     /// memory.
@@ -209,5 +239,59 @@ impl Stream {
     /// The bytes of the next step.
     fn step(&self) -> u64 {
         (self.length / STEP_BYTES).clamp(1, MAX_STEPS) * STEP_BYTES
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codec::Entry;
+    use crate::name::Position;
+
+    const LENGTH: u32 = 100;
+
+    fn stored(number: u32) -> Stored {
+        let entry = Entry {
+            offset: 0,
+            length: LENGTH,
+            ancestor: 0,
+            object: Position { epoch: 1, slot: 1 },
+            extent_at: number * LENGTH,
+            extent_length: LENGTH,
+            stored_at: number * LENGTH,
+            saved: 0,
+            checksum: 0,
+            skip: 0,
+        };
+        Stored::of(&entry, LENGTH)
+    }
+
+    #[test]
+    fn an_answer_takes_memory_until_its_last_part_is_gone() {
+        let mut ahead = ReadAhead::new(1000);
+        let extents = [0, 1, 2].map(stored);
+        for extent in extents {
+            assert!(ahead.begin(extent));
+        }
+        assert_eq!(ahead.bytes(), 300);
+        let answer = Arc::new(vec![7; 500]);
+        for extent in [extents[0], extents[1]] {
+            ahead.end(extent, Content::part(&answer, 100..200));
+        }
+        assert_eq!(ahead.bytes(), 600, "the answer, and one that is being read");
+        ahead.remove(&extents[2]);
+        assert!(matches!(ahead.get(&extents[0], true), Some(Loaded::Ready(_))));
+        assert_eq!(ahead.bytes(), 500);
+        // What was read for something that was removed meanwhile is not kept.
+        ahead.end(extents[2], Content::part(&Arc::new(vec![7; 500]), 0..100));
+        assert_eq!(ahead.bytes(), 500);
+        // The oldest ones make room, until their answer is gone.
+        for number in 10..15 {
+            assert!(ahead.begin(stored(number)));
+        }
+        assert!(ahead.has(&extents[1]));
+        assert!(ahead.begin(stored(15)));
+        assert!(!ahead.has(&extents[1]));
+        assert_eq!(ahead.bytes(), 600);
     }
 }

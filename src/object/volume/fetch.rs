@@ -3,9 +3,10 @@
 //! Two steps: the stored bytes of an extent are fetched, and then the extent is opened, which verifies it.
 
 use std::borrow::Cow;
-use std::ops::Range;
+use std::sync::Arc;
 
 use super::access::Failure;
+use super::content::Content;
 use super::shared::Shared;
 use super::stored::Stored;
 use super::tasks::{Part, all};
@@ -35,7 +36,7 @@ pub(super) trait Need: Send {
     fn base(&self) -> u64;
 
     /// Takes the content of the extent.
-    fn take(self, data: &[u8]);
+    fn take(self, content: Content);
 }
 
 /// Extents that one read of an object has.
@@ -72,7 +73,8 @@ impl Shared {
                 let Some(bytes) = access.cached(key).await else { return Ok(Some(need)) };
                 // The bytes of the cache prove nothing: another process may have changed them.
                 match access.unpack(need.entry(), need.base(), &bytes).await {
-                    Ok(data) => need.take(&data),
+                    Ok(Cow::Owned(data)) => need.take(data.into()),
+                    Ok(Cow::Borrowed(_)) => need.take(bytes.into()),
                     Err(_) => return Ok(Some(need)),
                 }
                 Ok(None)
@@ -87,12 +89,19 @@ impl Shared {
         let name = first.name();
         let access = self.access.of(first.ancestor())?;
         let range = first.begin()..last.end();
-        let bytes = access.read(name, range.clone()).await?.ok_or(Failure::Lost(name))?;
+        let answer = access.read(name, range.clone()).await?.ok_or(Failure::Lost(name))?;
+        let answer = Arc::new(answer);
         for (stored, need) in needs {
-            let bytes = part(&bytes, stored.begin() - range.start..stored.end() - range.start);
+            let part = [stored.begin(), stored.end()].map(|at| index(at - range.start));
+            let part = part[0]..part[1];
+            // An object that is too short does not pass the verification.
+            let bytes = answer.get(part.clone()).unwrap_or_default();
             let data = access.unpack(need.entry(), need.base(), bytes).await?;
             access.cache(stored.key(access.cached_volume()), bytes);
-            need.take(&data);
+            need.take(match data {
+                Cow::Borrowed(_) => Content::part(&answer, part),
+                Cow::Owned(data) => data.into(),
+            });
         }
         Ok(())
     }
@@ -125,8 +134,6 @@ fn runs<N>(needs: impl Iterator<Item = (Stored, N)>, max_bytes: u64) -> Vec<Run<
     runs
 }
 
-/// Returns the part of an object that is there. An object that is too short does not pass the verification.
-fn part(bytes: &[u8], range: Range<u64>) -> &[u8] {
-    let [begin, end] = [range.start, range.end].map(|at| usize::try_from(at).unwrap_or(usize::MAX));
-    bytes.get(begin..end).unwrap_or_default()
+fn index(at: u64) -> usize {
+    usize::try_from(at).unwrap_or(usize::MAX)
 }

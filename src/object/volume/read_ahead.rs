@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use super::access::Failure;
 use super::ahead::{Loaded, Step};
+use super::content::Content;
 use super::fetch::{Need, Reads};
 use super::shared::{Shared, State};
 use super::stored::Stored;
@@ -86,8 +87,8 @@ impl Need for Running<'_> {
         self.base
     }
 
-    fn take(self, data: &[u8]) {
-        self.shared.lock().ahead.end(self.shared.access.stored(&self.entry), data);
+    fn take(self, content: Content) {
+        self.shared.lock().ahead.end(self.shared.access.stored(&self.entry), content);
     }
 }
 

@@ -1,10 +1,10 @@
 //! Reads: the tail of the log, then what was read ahead, then the cache and the store.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use super::access::Failure;
 use super::ahead::Loaded;
+use super::content::Content;
 use super::fetch::{Need, OF_REQUEST, READS_IN_FLIGHT};
 use super::shared::{Shared, State};
 use super::stored::Stored;
@@ -49,9 +49,9 @@ impl Need for Wanted<'_> {
         self.0[0].base
     }
 
-    fn take(self, data: &[u8]) {
+    fn take(self, content: Content) {
         for Piece { entry, target, .. } in self.0 {
-            target.copy_from_slice(&data[entry.skip as usize..][..entry.length as usize]);
+            target.copy_from_slice(&content[entry.skip as usize..][..entry.length as usize]);
         }
     }
 }
@@ -201,7 +201,7 @@ impl Shared {
         let (mut loading, mut others) = (Vec::new(), Vec::new());
         for (stored, wanted) in extents {
             match self.ahead(&stored, wanted.0.last().map(|piece| &piece.entry)) {
-                Some(Loaded::Ready(data)) => wanted.take(&data),
+                Some(Loaded::Ready(content)) => wanted.take(content),
                 Some(Loaded::Running) => loading.push((stored, wanted)),
                 None => others.push(wanted),
             }
@@ -210,7 +210,7 @@ impl Shared {
         let mut others = Vec::new();
         for (stored, wanted) in loading {
             match self.loaded(&stored).await? {
-                Some(data) => wanted.take(&data),
+                Some(content) => wanted.take(content),
                 None => others.push(wanted),
             }
         }
@@ -226,10 +226,10 @@ impl Shared {
     }
 
     /// Waits until an extent is no longer being read ahead.
-    async fn loaded(&self, stored: &Stored) -> Result<Option<Arc<[u8]>>, Failure> {
+    async fn loaded(&self, stored: &Stored) -> Result<Option<Content>, Failure> {
         self.wait(|state| match state.ahead.get(stored, false) {
             Some(Loaded::Running) => None,
-            Some(Loaded::Ready(data)) => Some(Some(data)),
+            Some(Loaded::Ready(content)) => Some(Some(content)),
             None => Some(None),
         })
         .await
