@@ -22,6 +22,7 @@
 //!   device by O_EXCL (which excludes mounts). Both are effective on this node only.
 //! - Acknowledged writes are in the page cache or on the disk, and survive the worker.
 
+mod at_once;
 mod claim;
 mod copy;
 mod labels;
@@ -51,6 +52,7 @@ use super::{
     Completer, Extents, Handover, HandoverFiles, HandoverState, Image, ImageQueue,
     OpenOptions as Options, Resize, Shrink, SizeChecks, VolumeIdentity, Waker,
 };
+use at_once::AtOnce;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Extent, Features};
 use cleat_sys::block;
@@ -78,6 +80,8 @@ struct FileImage {
     blocks: BlockSizes,
     abilities: Arc<Abilities>,
     syncer: Arc<Syncer>,
+    /// Short writes are made on the thread of their connection.
+    writes_at_once: bool,
 }
 
 impl FileImage {
@@ -184,6 +188,7 @@ impl FileImage {
             blocks,
             abilities: Arc::new(abilities),
             syncer,
+            writes_at_once: !device && at_once::pays(file_system, spec.direct),
         })
     }
 }
@@ -223,7 +228,9 @@ impl Image for FileImage {
         })?;
         let (abilities, syncer) = (Arc::clone(&self.abilities), Arc::clone(&self.syncer));
         let block = self.blocks.minimum;
-        Ok(Box::new(FileQueue::new(slot, block, abilities, syncer, completer.clone())))
+        let mut queue = FileQueue::new(slot, block, abilities, syncer, completer.clone());
+        queue.at_once = self.writes_at_once.then(|| AtOnce::new(Arc::clone(&self.file)));
+        Ok(Box::new(queue))
     }
 
     fn refresh_size(&self) -> Result<u64> {

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::super::{Completer, ImageQueue, Outcome, RequestId, Started, index};
+use super::at_once::AtOnce;
 use super::space::FreeSpace;
 use super::sync::Syncer;
 use cleat_core::request::{IoError, Op, Request};
@@ -93,8 +94,12 @@ pub(super) struct FileQueue {
     block: u32,
     abilities: Arc<Abilities>,
     syncer: Arc<Syncer>,
+    /// Writes that need no ring.
+    pub(super) at_once: Option<AtOnce>,
     completer: Completer,
     tasks: Vec<Option<Task>>,
+    /// The operations in the ring.
+    in_ring: usize,
     /// Requests that found the ring full, with their buffers.
     waiting: VecDeque<(RequestId, Option<Buffer>)>,
     /// Requests that wait for the buffer of zeroes.
@@ -122,8 +127,10 @@ impl FileQueue {
             block,
             abilities,
             syncer,
+            at_once: None,
             completer,
             tasks: Vec::new(),
+            in_ring: 0,
             waiting: VecDeque::new(),
             waiting_for_zeroes: VecDeque::new(),
             zeroes: Zeroes::Unmade,
@@ -216,7 +223,9 @@ impl FileQueue {
                 ring.read_ahead(self.file, offset, len, token)
             }
         };
-        if !started {
+        if started {
+            self.in_ring += 1;
+        } else {
             // The ring has more entries than the connection needs for itself, so operations of this queue
             // fill it: the completion of one of them resumes this request.
             self.waiting.push_back((id, returned));
@@ -244,6 +253,30 @@ impl FileQueue {
             _ => self.submit(id, buffer, ring),
         }
         None
+    }
+
+    /// Takes the result of an operation, and begins the next step of its task. Returns the end of the request.
+    fn after(
+        &mut self,
+        id: RequestId,
+        mut task: Task,
+        result: i32,
+        mut buffer: Option<Buffer>,
+        ring: &mut Ring,
+    ) -> Option<Outcome> {
+        let next = match task.step {
+            Step::Splice => self.spliced(&mut task, result, buffer.as_mut()),
+            _ => self.next(&mut task, result),
+        };
+        match next {
+            Ok(Some(step)) => {
+                task.step = step;
+                self.tasks[id as usize] = Some(task);
+                self.proceed(id, buffer, ring)
+            }
+            Ok(None) => Some(Outcome { result: Ok(()), buffer }),
+            Err(error) => Some(Outcome { result: Err(error), buffer }),
+        }
     }
 
     /// Submits requests that wait for an entry of the ring or for the buffer of zeroes.
@@ -408,44 +441,43 @@ impl ImageQueue for FileQueue {
         if self.tasks.len() <= index {
             self.tasks.resize_with(index + 1, || None);
         }
-        self.tasks[index] =
-            Some(Task { request, step, progress: 0, attempted: 0, abandoned: false, buffer: None });
-        match self.proceed(id, buffer, ring) {
-            None => Started::Pending,
-            Some(outcome) => {
-                self.tasks[index] = None;
-                Started::Done(outcome)
+        let attempted = request.length;
+        let task = Task { request, step, progress: 0, attempted, abandoned: false, buffer: None };
+        let written = match (&mut self.at_once, &buffer) {
+            (Some(at_once), Some(buffer)) if self.in_ring == 0 => {
+                at_once.write(&request, buffer.payload())
             }
-        }
+            _ => None,
+        };
+        let outcome = match written {
+            Some(result) => self.after(id, task, result, buffer, ring),
+            None => {
+                self.tasks[index] = Some(task);
+                self.proceed(id, buffer, ring)
+            }
+        };
+        outcome.map_or(Started::Pending, |outcome| {
+            self.tasks[index] = None;
+            Started::Done(outcome)
+        })
     }
 
     fn on_ring(&mut self, completion: Completion, ring: &mut Ring) -> Option<(RequestId, Outcome)> {
         let id = completion.token.value();
-        let mut task = self.tasks.get_mut(id as usize)?.take()?;
+        self.in_ring = self.in_ring.saturating_sub(1);
+        let task = self.tasks.get_mut(id as usize)?.take()?;
         let mut buffer = completion.buffer;
         if task.step == Step::WriteZeroes
             && let Some(zeroes) = buffer.take()
         {
             self.zeroes = Zeroes::Here(zeroes);
         }
-        let next = match task.step {
-            Step::Splice => self.spliced(&mut task, completion.result, buffer.as_mut()),
-            _ => self.next(&mut task, completion.result),
-        };
-        let ended = match next {
-            Ok(Some(step)) => {
-                task.step = step;
-                self.tasks[id as usize] = Some(task);
-                self.proceed(id, buffer, ring).map(|outcome| (id, outcome))
-            }
-            Ok(None) => Some((id, Outcome { result: Ok(()), buffer })),
-            Err(error) => Some((id, Outcome { result: Err(error), buffer })),
-        };
+        let ended = self.after(id, task, completion.result, buffer, ring);
         if ended.is_some() {
             self.tasks[id as usize] = None;
         }
         self.resume(ring);
-        ended
+        ended.map(|outcome| (id, outcome))
     }
 
     /// Takes the end of a sync, the only operation on a foreign thread.

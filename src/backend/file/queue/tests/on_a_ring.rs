@@ -255,3 +255,27 @@ fn pages_of_a_file_go_into_the_pipe_of_a_read() {
         assert_eq!(bench.queue.fills_pipes(), !direct);
     }
 }
+
+#[test]
+fn a_short_write_at_once_ends_as_one_on_the_ring_does() {
+    let mut bench = Bench::new(8, Abilities::new(false, false, false));
+    bench.syncer.start().unwrap();
+    bench.queue.at_once = Some(AtOnce::new(Arc::clone(&bench.file)));
+    bench.start(0, Op::Write, NONE, 4096, 4096);
+    assert_eq!((bench.running, bench.result(0)), (0, Ok(())));
+    bench.start(1, Op::Write, FUA, 8192, 4096);
+    assert_eq!(bench.running, 1, "it waits for the sync");
+    bench.start(2, Op::Write, NONE, 1 << 20, 65537);
+    assert_eq!(bench.running, 2, "it is long");
+    bench.run();
+    assert_eq!([1, 2].map(|id| bench.result(id)), [Ok(()), Ok(())]);
+    let mut written = vec![0; 8192];
+    bench.file.read_exact_at(&mut written, 4096).unwrap();
+    assert!(written[..4096].iter().all(|byte| *byte == mark(0)));
+    assert!(written[4096..].iter().all(|byte| *byte == mark(1)));
+    // An error has the same meaning.
+    let full = Arc::new(File::options().write(true).open("/dev/full").unwrap());
+    bench.queue.at_once = Some(AtOnce::new(full));
+    bench.start(3, Op::Write, NONE, 0, 4096);
+    assert_eq!((bench.running, bench.result(3)), (0, Err(IoError::NoSpace)));
+}

@@ -1,0 +1,131 @@
+//! Short writes on the thread of the connection.
+//!
+//! ext4 cannot say whether a buffered write would block, so io_uring gives each of them to a thread of the kernel. For a short
+//! write to the page cache, the two wake-ups take several times as long as the write. But a write may block, for example
+//! because too many pages are dirty, and the other requests of its connection wait then. So after a slow write the next
+//! ones go through the ring. So do those of a client that sends many at the same time: threads of the kernel carry them out
+//! on other processors.
+
+use std::fs::File;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use cleat_core::clock::{Clock, SystemClock};
+use cleat_core::request::{Op, Request};
+use nix::sys::uio::pwrite;
+
+/// The maximum length of a write at once, in bytes.
+const MAX_LENGTH: u64 = 64 << 10;
+
+/// A write that takes as long as this is slow. The copy takes 20 µs at most.
+const SLOW: Duration = Duration::from_micros(500);
+
+/// The writes that go through the ring after a slow one.
+const PAUSE: u32 = 256;
+
+/// A write that begins so soon after the end of the last one was there already: no client answers as fast.
+const GAP: Duration = Duration::from_micros(3);
+
+/// The writes at once that were there already, one after the other.
+const MAX_RUN: u32 = 3;
+
+/// The magic number of ext2, ext3 and ext4 (linux/magic.h).
+const EXT4: i64 = 0xef53;
+
+/// Returns whether short writes to a file are made at once. `file_system` is the magic number of its file system.
+pub(super) fn pays(file_system: i64, direct: bool) -> bool {
+    file_system == EXT4 && !direct
+}
+
+/// The writes at once of one connection.
+pub(super) struct AtOnce {
+    file: Arc<File>,
+    /// The number of the next writes that go through the ring.
+    pause: u32,
+    /// The end of the last write, and the writes before the next one that were there already.
+    ended: Option<Instant>,
+    run: u32,
+}
+
+impl AtOnce {
+    pub(super) fn new(file: Arc<File>) -> Self {
+        Self { file, pause: 0, ended: None, run: 0 }
+    }
+
+    /// Writes `bytes` if the request is a short write, if few others wait, and if the last one was not slow. Returns the
+    /// number of bytes that were written, or the negative errno, as the ring does.
+    pub(super) fn write(&mut self, request: &Request, bytes: &[u8]) -> Option<i32> {
+        if request.op != Op::Write || request.length > MAX_LENGTH {
+            return None;
+        }
+        if self.pause > 0 {
+            self.pause -= 1;
+            return None;
+        }
+        let began = SystemClock.now();
+        if !self.follows(began) {
+            return None;
+        }
+        let written = pwrite(&self.file, bytes, i64::try_from(request.offset).ok()?);
+        self.took(began, SystemClock.now());
+        Some(match written {
+            Ok(count) => i32::try_from(count).ok()?,
+            Err(errno) => -(errno as i32),
+        })
+    }
+
+    /// Counts a write that is about to begin. Returns false if too many were there already.
+    fn follows(&mut self, began: Instant) -> bool {
+        let was_there =
+            self.ended.is_some_and(|ended| began.saturating_duration_since(ended) < GAP);
+        self.run = if was_there { self.run + 1 } else { 0 };
+        self.run <= MAX_RUN
+    }
+
+    fn took(&mut self, began: Instant, ended: Instant) {
+        self.ended = Some(ended);
+        if ended.saturating_duration_since(began) >= SLOW {
+            self.pause = PAUSE;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cleat_core::request::Flags;
+
+    use super::*;
+
+    #[test]
+    fn only_short_writes_are_made_at_once_and_none_for_a_time_after_a_slow_one() {
+        let mut at_once = AtOnce::new(Arc::new(tempfile::tempfile().unwrap()));
+        let request = |op, length| Request { op, flags: Flags::default(), offset: 0, length };
+        let (bytes, long) = (vec![1; 65536], vec![1; 65537]);
+        assert_eq!(at_once.write(&request(Op::Read, 65536), &bytes), None);
+        assert_eq!(at_once.write(&request(Op::Write, 65537), &long), None);
+        let write = request(Op::Write, 65536);
+        assert_eq!(at_once.write(&write, &bytes), Some(65536));
+        let now = SystemClock.now();
+        at_once.took(now, now + SLOW);
+        for _ in 0..PAUSE {
+            assert_eq!(at_once.write(&write, &bytes), None);
+        }
+        at_once.ended = None;
+        assert_eq!(at_once.write(&write, &bytes), Some(65536));
+    }
+
+    #[test]
+    fn writes_that_wait_for_others_are_made_at_once_only_if_they_are_few() {
+        let mut at_once = AtOnce::new(Arc::new(tempfile::tempfile().unwrap()));
+        let mut now = SystemClock.now();
+        for _ in 0..2 {
+            now += GAP;
+            for _ in 0..=MAX_RUN {
+                assert!(at_once.follows(now));
+                at_once.took(now, now);
+            }
+            assert!(!at_once.follows(now));
+            assert!(!at_once.follows(now + GAP / 2));
+        }
+    }
+}
