@@ -453,7 +453,8 @@ mod tests {
         });
         let copied = |cache: &FileCache, range: std::ops::Range<usize>| {
             let mut target = vec![0; range.len()];
-            let is_copied = cache.copy_verified(key(0), range.start as u32, &mut target);
+            let skip = u32::try_from(range.start).unwrap();
+            let is_copied = cache.copy_verified(key(0), skip, &mut target);
             assert!(!is_copied || target == random[range], "other bytes");
             is_copied
         };

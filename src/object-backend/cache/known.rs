@@ -148,7 +148,7 @@ mod tests {
     fn a_block_is_known_with_its_bytes_at_its_place_and_for_its_extent_only() {
         let known = Known::new(7);
         let extent = 0x1234_5678_9abc_def0;
-        let bytes: Vec<u8> = (0..10_000_u32).map(|at| (at / 7) as u8).collect();
+        let bytes: Vec<u8> = (0..2500_u32).flat_map(u32::to_le_bytes).collect();
         assert_eq!(known.place(extent, 0), None);
         known.add(extent, at(128), &bytes);
         assert_eq!(
