@@ -1,4 +1,5 @@
-//! Raw files and block devices. The ring of each connection's thread serves all requests.
+//! Raw files and block devices. The ring of each connection's thread serves all requests, except short writes on ext4 (see
+//! `at_once`).
 //!
 //! - FLUSH is `fdatasync`, one at a time for the whole volume (see `sync`). FUA is a write and then such a
 //!   sync, or `RWF_DSYNC` with direct access (see `queue`). After one failed sync every later FLUSH and every
