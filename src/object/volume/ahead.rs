@@ -276,14 +276,14 @@ mod tests {
         assert_eq!(ahead.bytes(), 300);
         let answer = Arc::new(vec![7; 500]);
         for extent in [extents[0], extents[1]] {
-            ahead.end(extent, Content::part(&answer, 100..200));
+            ahead.end(extent, Content::part(&answer, 100..200, 500));
         }
         assert_eq!(ahead.bytes(), 600, "the answer, and one that is being read");
         ahead.remove(&extents[2]);
         assert!(matches!(ahead.get(&extents[0], true), Some(Loaded::Ready(_))));
         assert_eq!(ahead.bytes(), 500);
         // What was read for something that was removed meanwhile is not kept.
-        ahead.end(extents[2], Content::part(&Arc::new(vec![7; 500]), 0..100));
+        ahead.end(extents[2], Content::part(&Arc::new(vec![7; 500]), 0..100, 500));
         assert_eq!(ahead.bytes(), 500);
         // The oldest ones make room, until their answer is gone.
         for number in 10..15 {

@@ -91,6 +91,7 @@ impl Shared {
         let range = first.begin()..last.end();
         let answer = access.read(name, range.clone()).await?.ok_or(Failure::Lost(name))?;
         let answer = Arc::new(answer);
+        let wanted = needs.iter().map(|(stored, _)| index(stored.end() - stored.begin())).sum();
         for (stored, need) in needs {
             let part = [stored.begin(), stored.end()].map(|at| index(at - range.start));
             let part = part[0]..part[1];
@@ -99,7 +100,7 @@ impl Shared {
             let data = access.unpack(need.entry(), need.base(), bytes).await?;
             access.cache(stored.key(access.cached_volume()), bytes);
             need.take(match data {
-                Cow::Borrowed(_) => Content::part(&answer, part),
+                Cow::Borrowed(_) => Content::part(&answer, part, wanted),
                 Cow::Owned(data) => data.into(),
             });
         }

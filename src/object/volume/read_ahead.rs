@@ -88,7 +88,8 @@ impl Need for Running<'_> {
     }
 
     fn take(self, content: Content) {
-        self.shared.lock().ahead.end(self.shared.access.stored(&self.entry), content);
+        let (stored, content) = (self.shared.access.stored(&self.entry), content.into_kept());
+        self.shared.lock().ahead.end(stored, content);
     }
 }
 
