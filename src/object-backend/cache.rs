@@ -109,6 +109,13 @@ impl Cache for FileCache {
     }
 
     fn get_at_once(&self, key: Key, take: &mut dyn FnMut(&[u8]) -> bool) -> bool {
+        // An extent that is compressed or encrypted is needed as a whole, and known nevertheless.
+        let known = with_memory(key.length as usize, |bytes| {
+            self.files.copy_known(&key, 0, bytes).then(|| take(bytes))
+        });
+        if let Some(is_right) = known {
+            return is_right;
+        }
         let Files { known, .. } = &*self.files;
         let taken = self.files.read_at_once(&key, &mut |place, bytes| {
             let is_right = take(bytes);
@@ -179,6 +186,7 @@ impl Files {
             read_now(file, bytes, at) == Ok(bytes.len())
                 && self.known.has(hash, first, place, bytes)
         };
+        // An extent as a whole is read to its target, which may be the memory of the thread.
         if blocks == (skip..end) {
             return read(target);
         }
@@ -468,8 +476,12 @@ mod tests {
         assert!(!copied(&other, 0..4096), "it was not verified");
         assert!(other.get_at_once(key(0), &mut |bytes| bytes == random));
         parts.iter().for_each(|part| assert!(copied(&other, part.clone()), "{part:?}"));
-        // One byte is damaged, which is in the second block.
+        // An extent that is known needs no table.
         let file = File::options().write(true).open(directory.path().join("0")).unwrap();
+        file.write_all_at(&[0; TABLE_BYTES], 0).unwrap();
+        assert!(one.get_at_once(key(0), &mut |bytes| bytes == random));
+        assert!(!FileCache::open(&files).unwrap().get_at_once(key(0), &mut |_| true));
+        // One byte is damaged, which is in the second block.
         file.write_all_at(&[!random[5000]], u64::from(LENGTH) + 5000).unwrap();
         let is_damaged = |part: &std::ops::Range<usize>| part.start < 8192 && part.end > 4096;
         parts.iter().for_each(|part| assert_eq!(copied(&one, part.clone()), !is_damaged(part)));
