@@ -207,7 +207,15 @@ fn finish(globals: &Globals, uri: &VolumeUri, file: &Path, size_bytes: u64) -> R
 }
 
 /// Returns the path from the root, which `qemu-img` never takes for the name of a protocol.
+///
+/// # Errors
+/// Returns `InvalidArgument` for `-`, which would be a file with this name and not the standard output or input.
 fn absolute(file: &Path) -> Result<PathBuf> {
+    if file == Path::new("-") {
+        let message = "a volume can be copied to and from files only, not - (a pipe)";
+        return Err(Error::new(ErrorKind::InvalidArgument, message)
+            .with_repair("name a file; for a file with the name -, write ./-"));
+    }
     std::path::absolute(file)
         .map_err(|error| Error::from_io(format!("cannot use the path {}", file.display()), error))
 }

@@ -92,6 +92,8 @@ fn copies_are_refused_before_anything_is_changed() {
     assert_eq!(std::fs::read_to_string(text("there")).expect("a file"), "content");
     let none = volume(&["export", &format!("{source}-none"), &text("none.img")]);
     assert!(none.error(3).contains("-none"), "{none:?}");
+    let pipe = volume(&["export", &source, "-"]);
+    assert!(pipe.error(2).contains("./-"), "{pipe:?}");
     let nowhere = volume(&["export", &source, &text("no/such/directory.img")]);
     assert!(nowhere.error(3).contains("directory.img.part"), "{nowhere:?}");
     let target = format!("{source}-new");
