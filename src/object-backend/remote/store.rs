@@ -1,5 +1,6 @@
 //! The store of a volume in a bucket, and the management of volumes there.
 
+use std::future::ready;
 use std::ops::Range;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
@@ -429,11 +430,14 @@ impl Store for RemoteStore {
         let prefix = self.key(prefix);
         self.caller.run(|client| async move {
             let prefix = Path::parse(&prefix)?;
-            let found = match offset {
-                Some(offset) => client.list_with_offset(Some(&prefix), &Path::parse(&offset)?),
+            let found = match &offset {
+                Some(offset) => client.list_with_offset(Some(&prefix), &Path::parse(offset)?),
                 None => client.list(Some(&prefix)),
             };
-            let keys = found.map_ok(|object| String::from(object.location)).take(LISTED);
+            // A store that ignores the offset, as Azurite does, lists the same names again.
+            let is_behind = |key: &String| offset.as_ref().is_none_or(|offset| key > offset);
+            let keys = found.map_ok(|object| String::from(object.location));
+            let keys = keys.try_filter(|key| ready(is_behind(key))).take(LISTED);
             let keys: Vec<String> = keys.try_collect().await?;
             let name = |key: String| key.strip_prefix(&*begins).map(str::to_owned);
             Ok(keys.into_iter().filter_map(name).collect())

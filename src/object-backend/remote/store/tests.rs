@@ -153,3 +153,34 @@ fn each_answer_to_a_put_has_its_meaning() {
         assert!(matches!(result, Err(StoreError::Refused(_))), "{status}: {result:?}");
     }
 }
+
+/// Answers each listing with the same names, as a store does that ignores where the listing begins.
+fn serve_names(listener: &TcpListener) {
+    for mut stream in listener.incoming().flatten() {
+        let mut request = [0; 4096];
+        let _ = stream.read(&mut request);
+        let object = |name: &str| {
+            let date = "2026-11-25T00:00:00.000Z";
+            format!(
+                "<Contents><Key>a/v/log/{name}</Key><Size>1</Size><LastModified>{date}</LastModified></Contents>"
+            )
+        };
+        let objects: String = ["1", "2", "3"].map(object).concat();
+        let body = format!("<ListBucketResult>{objects}</ListBucketResult>");
+        let head = format!("Connection: close\r\nContent-Length: {}\r\n\r\n", body.len());
+        let _ = stream.write_all(format!("HTTP/1.1 200 OK\r\n{head}{body}").as_bytes());
+    }
+}
+
+#[test]
+fn a_listing_ends_if_the_store_ignores_where_it_begins() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("&endpoint=http://{}", listener.local_addr().unwrap());
+    thread::spawn(move || serve_names(&listener));
+    let store = home(&endpoint).store("v").unwrap();
+    let list = |behind: &str| block_until(after(CALL_TIMEOUT), store.list("log/", behind)).unwrap();
+    let names = |names: &[&str]| Ok(names.iter().map(|name| format!("log/{name}")).collect());
+    assert_eq!(list(""), names(&["1", "2", "3"]));
+    assert_eq!(list("log/1"), names(&["2", "3"]));
+    assert_eq!(list("log/3"), names(&[]));
+}
