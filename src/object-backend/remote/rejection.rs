@@ -50,6 +50,10 @@ pub(super) fn classify(error: &object_store::Error, bucket: &Bucket, origin: Ori
     if let Some(rejection) = rejection(error) {
         return meaning(rejection, bucket, origin);
     }
+    // Azure deletes in batches: the status of an object is in the body of an answer with the status 202.
+    if matches!(error, object_store::Error::NotFound { .. }) {
+        return StoreError::NotFound;
+    }
     let at = bucket.address().shown();
     if let Some(untrusted) = chain(error).find_map(certificate_error) {
         return StoreError::Refused(format!(
@@ -86,6 +90,9 @@ fn meaning(rejection: &Rejection, bucket: &Bucket, origin: Origin) -> StoreError
         (403, "SignatureDoesNotMatch") => {
             refused(&format!("the secret key from {origin} is not that of the access key"))
         }
+        (403, "AuthenticationFailed") => refused(&format!(
+            "the key from {origin} is not that of the storage account, or the clock of this node is wrong"
+        )),
         (403, "InvalidAccessKeyId") => {
             // Some stores forget temporary keys that have expired.
             refused(&format!(
@@ -146,6 +153,7 @@ mod tests {
             (403, "RequestTimeTooSkewed", "clock of this node"),
             (403, "SignatureDoesNotMatch", "secret key from the role of the instance"),
             (403, "InvalidAccessKeyId", "does not know the access key from the role"),
+            (403, "AuthenticationFailed", "is not that of the storage account"),
             (403, "AccessDenied", "may not do this in the bucket bucket"),
             (400, "ExpiredToken", "keys from the role of the instance have expired"),
             (403, "InvalidTokenId", "or their token is wrong"),
@@ -166,6 +174,12 @@ mod tests {
             let found = found(status, "busy");
             assert!(matches!(found, StoreError::Unclear(_)), "{found:?}");
         }
+    }
+
+    #[test]
+    fn an_object_that_a_batch_of_deletes_does_not_find_does_not_exist() {
+        let error = object_store::Error::NotFound { path: "a".into(), source: "404".into() };
+        assert_eq!(classify(&error, &bucket(), Origin::File), StoreError::NotFound);
     }
 
     #[test]
