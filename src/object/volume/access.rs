@@ -23,6 +23,9 @@ const HEADER_READ_BYTES: u64 = 80 << 10;
 /// The number of failures after which an operation with a caller that waits returns the error.
 const MAX_ATTEMPTS: u32 = 8;
 
+/// The content of an object whose name says everything.
+const MARKER: &[u8] = b"\n";
+
 /// Why a volume cannot continue, or cannot serve a request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Failure {
@@ -229,16 +232,17 @@ impl Access {
         Stored::of(entry, u32::try_from(range.end - range.start).unwrap_or(u32::MAX))
     }
 
-    /// Creates an object without content, unless it exists: its name says everything.
+    /// Creates an object unless it exists. Its name says everything. It is not empty, because servers differ in the answer to
+    /// a read of a range of an empty object: 416, or 206 with a range that clients refuse (Azurite).
     ///
     /// # Errors
     /// Returns the error of the store; the object may exist then, or be created later.
-    pub(super) async fn create_empty(&self, name: Name) -> Result<(), Failure> {
+    pub(super) async fn create_marker(&self, name: Name) -> Result<(), Failure> {
         let text = name.to_string();
         let mut failures = 0;
         loop {
             // A store may report that the object exists although it does not.
-            let error = match self.store.create(&text, b"").await {
+            let error = match self.store.create(&text, MARKER).await {
                 Ok(()) => return Ok(()),
                 Err(StoreError::Exists) => match self.store.read(&text, 0..1).await {
                     Ok(_) => return Ok(()),

@@ -79,7 +79,7 @@ impl Place {
     /// Returns [`Failure::NoSnapshot`] if the snapshot is being deleted, and another error if the store fails.
     pub async fn pin(&self, snapshot: SnapshotId, clone: VolumeId) -> Result<(), Failure> {
         let pin = Name::Pin(snapshot, clone);
-        self.access().create_empty(pin).await?;
+        self.access().create_marker(pin).await?;
         let is_deleted = !self.access().list(&tokens(snapshot), "").await?.is_empty();
         if is_deleted && applies(Rule::LookForToken) {
             self.access().delete(pin).await?;
@@ -113,7 +113,7 @@ impl Place {
         if !applies(Rule::FlatFirst) {
             self.unpin().await?;
         }
-        self.access().create_empty(Name::Flat).await?;
+        self.access().create_marker(Name::Flat).await?;
         self.unpin().await
     }
 
@@ -166,7 +166,7 @@ impl Shared {
         let epoch = if applies(Rule::UniqueToken) { self.epoch } else { 0 };
         let token = Name::Token { snapshot, epoch, attempt };
         if applies(Rule::TokenFirst) {
-            self.access.create_empty(token).await?;
+            self.access.create_marker(token).await?;
         }
         if !self.access.list(&pins(snapshot), "").await?.is_empty() {
             // The token of an attempt that fails is also removed by a sweep of a later writer.
@@ -174,7 +174,7 @@ impl Shared {
             return Err(Failure::HasClones);
         }
         if !applies(Rule::TokenFirst) {
-            self.access.create_empty(token).await?;
+            self.access.create_marker(token).await?;
         }
         Ok(token)
     }
