@@ -238,8 +238,12 @@ impl Place {
     }
 }
 
-/// Returns the URI of a part of the shared object store.
+/// Returns the URI of a part of the shared object store, or of the bucket that `CLEAT_TEST_STORE` names with its options.
 pub fn s3_store(prefix: &str) -> String {
+    if let Ok(store) = std::env::var("CLEAT_TEST_STORE") {
+        let (bucket, options) = store.split_once('?').unwrap_or((&store, ""));
+        return format!("{bucket}/{prefix}?{options}");
+    }
     let (endpoint, credentials) = shared().s3();
     let credentials = credentials.display();
     format!("s3://{BUCKET}/{prefix}?endpoint=http://{endpoint}&credentials_file={credentials}")
