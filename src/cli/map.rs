@@ -95,14 +95,14 @@ pub(super) struct Map {
     /// if the volume cannot be unmapped there and the client may still run.
     #[arg(long)]
     take_over: bool,
-    /// Freeze the file systems on the device while a snapshot is created (rbd:)
+    /// Freeze the file systems on the device while a snapshot is created (rbd:, and volumes of objects)
     ///
     /// The creation of a snapshot (rbd snap create, cleat volume snapshot, mirroring) waits until all dirty
     /// data is written and writes are blocked, so a file system in the snapshot needs no repair. The file
     /// systems are thawed when the snapshot exists, at the latest after map.quiesce_deadline (30 s) of the
     /// daemon's configuration. map.quiesce_hook names a program to run instead of freezing. If quiescing
-    /// fails, the snapshot fails, unless it is created with --ignore-quiesce-error. With --skip-quiesce the
-    /// snapshot is created without quiescing.
+    /// fails, the snapshot fails, unless rbd creates it with --ignore-quiesce-error. With its --skip-quiesce
+    /// the snapshot is created without quiescing.
     #[arg(long, conflicts_with = "read_only")]
     quiesce: bool,
     #[command(flatten)]

@@ -11,6 +11,8 @@
 //! store can write them.
 
 use std::collections::BTreeSet;
+use std::io;
+use std::pin::pin;
 use std::time::{Duration, Instant};
 
 use cleat_core::clock::{Clock, SystemClock};
@@ -22,6 +24,8 @@ use serde::{Deserialize, Serialize};
 use crate::errors;
 use crate::executor::block_until;
 use crate::nonce::token;
+use crate::quiesce::Quiesce;
+use crate::timeouts::SECOND;
 
 /// The maximum length of a request or an answer in bytes.
 const MAX_BYTES: usize = 4096;
@@ -31,6 +35,9 @@ const LOOKS: u32 = 2;
 
 /// The time in which a request is deleted that has no answer.
 const PAUSE: Duration = Duration::from_millis(200);
+
+/// How long a snapshot waits until the volume is quiesced, in seconds. The command waits for longer.
+const QUIESCE_S: u32 = 20;
 
 /// The requests that a writer remembers, so that it executes none twice.
 const MAX_REMEMBERED: usize = 1024;
@@ -83,18 +90,38 @@ struct Answer {
 }
 
 impl Answer {
+    fn refused(reason: String) -> Self {
+        Self { changed: false, error: Some(reason), progress: None, need_parent: Vec::new() }
+    }
+
     fn of(done: std::result::Result<Outcome, Failure>) -> Self {
         match done {
             Ok(Outcome { changed, progress }) => {
                 Self { changed, error: None, progress, need_parent: Vec::new() }
             }
-            Err(failure) => {
-                let (error, need_parent) = match failure {
-                    Failure::NeedParent(snapshots) => (None, snapshots),
-                    failure => (Some(failure.to_string()), Vec::new()),
-                };
-                Self { changed: false, error, progress: None, need_parent }
+            Err(Failure::NeedParent(snapshots)) => {
+                Self { changed: false, error: None, progress: None, need_parent: snapshots }
             }
+            Err(failure) => Self::refused(failure.to_string()),
+        }
+    }
+}
+
+/// Carries a change out for a command.
+async fn answer(store: &dyn Store, volume: &Volume, quiesce: &Quiesce, change: &Change) -> Answer {
+    let is_snapshot = matches!(change, Change::Take { .. });
+    let limit = pin!(async {
+        for _ in 0..QUIESCE_S {
+            store.back_off(SECOND).await;
+        }
+    });
+    let taking = if is_snapshot { quiesce.begin(limit).await } else { Ok(None) };
+    match taking {
+        // The snapshot ends with `_taking`.
+        Ok(_taking) => Answer::of(execute(volume, change).await),
+        Err(errno) => {
+            let reason = io::Error::from_raw_os_error(errno);
+            Answer::refused(format!("its file systems cannot be frozen now: {reason}"))
         }
     }
 }
@@ -234,7 +261,8 @@ pub(crate) struct Answered(BTreeSet<u64>);
 
 impl Answered {
     /// Executes the requests that are there. Errors of the store only delay them.
-    pub(crate) async fn answer(&mut self, store: &dyn Store, volume: &Volume) {
+    /// A snapshot waits until the volume is quiesced.
+    pub(crate) async fn answer(&mut self, store: &dyn Store, volume: &Volume, quiesce: &Quiesce) {
         for name in store.list("ask/", "").await.unwrap_or_default() {
             let number = number_of(&name, "ask/");
             if let Some(number) = number.filter(|number| !self.0.contains(number)) {
@@ -244,8 +272,7 @@ impl Answered {
                     && request.epoch == volume.epoch()
                 {
                     self.remember(number);
-                    let done = execute(volume, &request.change).await;
-                    let answer = Answer::of(done);
+                    let answer = answer(store, volume, quiesce, &request.change).await;
                     let bytes = serde_json::to_vec(&answer).unwrap_or_default();
                     // Without an answer, the command reports that the client has not answered.
                     let _ = store.create(&answer_name(number), &bytes).await;

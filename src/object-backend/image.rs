@@ -11,7 +11,7 @@ use std::time::Duration;
 use cleat_backend::claimant::Claimant;
 use cleat_backend::{
     BackgroundWork, Completer, Extents, Handover, Image, ImageQueue, OpenOptions, RenewCredentials,
-    Resize, VolumeIdentity, Waker,
+    Resize, SnapshotQuiesce, VolumeIdentity, Waker,
 };
 use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, Result};
@@ -300,6 +300,10 @@ impl Image for ObjectImage {
     }
 
     fn extents(&self) -> Option<&dyn Extents> {
+        Some(self)
+    }
+
+    fn snapshot_quiesce(&self) -> Option<&dyn SnapshotQuiesce> {
         Some(self)
     }
 

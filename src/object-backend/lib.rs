@@ -41,6 +41,7 @@ mod nonce;
 mod parents;
 mod pauses;
 mod queue;
+mod quiesce;
 mod registration;
 mod remote;
 mod repair;

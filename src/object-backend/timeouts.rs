@@ -19,6 +19,9 @@ pub(crate) const CLOSE_TIMEOUT: Duration = Duration::from_secs(25);
 /// The same for a volume that was opened and is not served.
 pub(crate) const DROP_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// The number of failures for which a store waits about a second.
+pub(crate) const SECOND: u32 = 5;
+
 /// Returns the moment `timeout` from now.
 pub(crate) fn after(timeout: Duration) -> Instant {
     SystemClock.now() + timeout

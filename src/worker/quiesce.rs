@@ -44,7 +44,7 @@ impl SnapshotQuiesce {
         let quiesce = self.image.snapshot_quiesce().ok_or_else(|| {
             let message = "this volume's backend does not announce snapshots";
             Error::new(ErrorKind::Unsupported, message)
-                .with_repair("map it without --quiesce: only images of RBD can")
+                .with_repair("map it without --quiesce: only RBD images and object volumes can")
         })?;
         quiesce.watch(waker, in_charge)
     }

@@ -17,6 +17,7 @@ use crate::trial;
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial("rbd_quiesce_makes_snapshots_that_need_no_repair", clean),
+        trial("objects_quiesce_makes_snapshots_that_need_no_repair", clean_objects),
         trial("rbd_quiesce_is_ended_by_the_next_supervisor", supervisor_dies),
         trial("rbd_quiesce_is_ended_after_a_crash_of_the_worker", worker_dies),
         trial("rbd_quiesce_ends_at_its_deadline", too_long),
@@ -171,6 +172,28 @@ fn clean() {
     let log = shell("dmesg");
     assert!(!log.contains("I/O error"), "{log}");
     drop(node);
+}
+
+/// The same for a volume of objects, whose client takes the snapshot itself.
+fn clean_objects() {
+    let _node = Node::start();
+    let uri = "dir:/tmp/quiesced/v";
+    shell("mkdir -p /tmp/quiesced");
+    cleat_ok(&["volume", "create", uri, "128M"]);
+    let device = cleat_ok(&["map", uri, "--name", "objects", "--quiesce"]);
+    let busy = Busy::elsewhere(&device, "ext4");
+    busy.goes_on();
+    let snapshot = format!("{uri}@s");
+    cleat_ok(&["volume", "snapshot", "create", &snapshot]);
+    let then = cleat_ok(&["map", &snapshot, "--name", "then"]);
+    assert!(!needs_recovery(&then), "the snapshot needs a journal replay");
+    shell(&format!("e2fsck -fn {then}"));
+    assert_whole(&then, "ro,noload");
+    cleat_ok(&["unmap", "then"]);
+    busy.goes_on();
+    assert_eq!(status("objects")["message"], serde_json::Value::Null);
+    drop(busy);
+    cleat_ok(&["unmap", "objects"]);
 }
 
 /// A second client of an image that does not acknowledge quiesce requests, so that every snapshot of the

@@ -5,7 +5,7 @@ use std::time::Instant;
 use cleat_backend::uri::{Size, invalid};
 use cleat_backend::{
     BackgroundWork, CredentialSet, Extents, Handover, HandoverFiles, HandoverState,
-    RenewCredentials, Resize, RunningTask,
+    RenewCredentials, Resize, RunningTask, SnapshotQuiesce, Waker,
 };
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::Extent;
@@ -45,6 +45,26 @@ impl Extents for ObjectImage {
             hole: !has_data,
         };
         Ok(found.into_iter().map(extent).collect())
+    }
+}
+
+/// A successor executes no request of a command before it has taken the volume over, so it announces no snapshot.
+impl SnapshotQuiesce for ObjectImage {
+    fn watch(&self, waker: Waker, _active: bool) -> Result<()> {
+        if self.read_only {
+            let message = format!("{} is read-only: there is nothing to quiesce", self.shared.name);
+            return Err(invalid(message).with_repair("map it without --quiesce"));
+        }
+        self.shared.quiesce.watch(waker);
+        Ok(())
+    }
+
+    fn pending(&self) -> Option<u64> {
+        self.shared.quiesce.pending()
+    }
+
+    fn answer(&self, number: u64, result: std::result::Result<(), i32>) -> bool {
+        self.shared.quiesce.answer(number, result)
     }
 }
 

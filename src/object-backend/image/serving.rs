@@ -17,14 +17,11 @@ use crate::claim::record::Use;
 use crate::collector::Grants;
 use crate::errors::{failed, no_answer, wait};
 use crate::executor::{TaskId, block_until};
-use crate::timeouts::{CALL_TIMEOUT, after};
+use crate::timeouts::{CALL_TIMEOUT, SECOND, after};
 use crate::watched::Watched;
 
 /// The number of failures for which the store waits the longest: this is the time between two looks at the claims.
 const LONGEST: u32 = u32::MAX;
-
-/// The number of failures for which the store waits about a second.
-const SECOND: u32 = 5;
 
 /// A claim, and the futures that work for it.
 pub(crate) struct Serving {
@@ -161,7 +158,7 @@ async fn watch(volume: Volume, shared: Arc<Shared>, store: Arc<Watched>) {
             shared.note(&failure, None);
             return;
         }
-        answered.answer(&*store, &volume).await;
+        answered.answer(&*store, &volume, &shared.quiesce).await;
         shared.note_size(volume.size());
     }
 }

@@ -13,6 +13,7 @@ use cleat_object::volume::{Config, Failure, Place, Status, Volume};
 use crate::collector::Collector;
 use crate::executor::{Spawner, TaskId};
 use crate::pauses::Pauses;
+use crate::quiesce::Quiesce;
 
 /// The state of an open image.
 pub(crate) struct Shared {
@@ -33,6 +34,8 @@ pub(crate) struct Shared {
     /// The supervisor passes the tail file to the next process.
     tail_is_passed_on: AtomicBool,
     pauses: Pauses,
+    /// The snapshots that wait until the volume is quiesced.
+    pub(crate) quiesce: Quiesce,
     /// Why the volume cannot continue, unless it is fenced.
     broken: Mutex<Option<String>>,
     waker: Mutex<Option<Waker>>,
@@ -61,6 +64,7 @@ impl Shared {
             is_fenced: AtomicBool::new(false),
             tail_is_passed_on: AtomicBool::new(true),
             pauses: Pauses::default(),
+            quiesce: Quiesce::default(),
             broken: Mutex::default(),
             waker: Mutex::default(),
             report: OnceLock::new(),

@@ -1,12 +1,15 @@
 //! A worker with `quiesce`: snapshots of its image wait until the supervisor has quiesced the volume.
 
+use std::ops::ControlFlow;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use cleat_core::error::ErrorKind;
+use cleat::backends::REGISTRY;
+use cleat_core::error::{Error, ErrorKind};
 use cleat_worker::protocol::{FromWorker, Start, ToWorker};
 use test_kit::ceph::{POOL, shared};
 
+use crate::worker::objects::ObjectVolume;
 use crate::worker::rbd::fresh;
 use test_kit::nbd::kernel as nbd;
 use test_kit::worker::{Worker, failure, start_message};
@@ -99,6 +102,45 @@ fn without_a_supervisor_a_snapshot_fails_and_a_new_supervisor_receives_pending_s
     assert_eq!(snapshots("deserted"), 1);
     worker.adopt();
     assert_eq!(worker.call(&ToWorker::Ping), FromWorker::Done);
+}
+
+/// Takes a snapshot of a volume of objects on a thread of its own, as a command does.
+fn take(volume: &ObjectVolume, snapshot: &'static str) -> Receiver<Result<bool, Error>> {
+    let (sender, receiver) = channel();
+    let store = volume.uri.strip_suffix("/v").unwrap().to_owned();
+    std::thread::spawn(move || {
+        let store = REGISTRY.store(&store).unwrap().connect().unwrap();
+        let go_on = &mut |_, _| ControlFlow::Continue(());
+        sender.send(store.snapshots().unwrap().create("v", snapshot, go_on))
+    });
+    receiver
+}
+
+#[test]
+fn a_snapshot_of_a_volume_of_objects_waits_for_the_supervisor() {
+    let volume = ObjectVolume::in_directory();
+    let mut worker = Worker::launch();
+    worker.send_start(&Start { quiesce: true, ..volume.start() });
+    assert!(matches!(worker.receive(), FromWorker::Ready(_)));
+    let sockets = worker.serve(1);
+    let taken = take(&volume, "one");
+    let number = waiting(&worker);
+    // Freezing the file system writes through this worker.
+    assert_eq!(nbd::write(&sockets[0], 0, &[7; 4096]), 0);
+    assert_eq!(nbd::simple(&sockets[0], nbd::FLUSH, 0, 0), 0);
+    assert!(taken.try_recv().is_err(), "the snapshot did not wait");
+    assert_eq!(worker.call(&ToWorker::Quiesced { snapshot: number, errno: 0 }), FromWorker::Done);
+    assert_eq!(worker.receive(), FromWorker::SnapshotPending { snapshot: None });
+    assert!(taken.recv_timeout(RBD_LIMIT).unwrap().unwrap());
+
+    let taken = take(&volume, "two");
+    let again = waiting(&worker);
+    assert_ne!(again, number);
+    let refused = ToWorker::Quiesced { snapshot: again, errno: libc::EBUSY };
+    assert_eq!(worker.call(&refused), FromWorker::Done);
+    assert_eq!(worker.receive(), FromWorker::SnapshotPending { snapshot: None });
+    let error = taken.recv_timeout(RBD_LIMIT).unwrap().unwrap_err();
+    assert!(error.message().contains("cannot be frozen now: Device or resource busy"), "{error}");
 }
 
 #[test]
