@@ -4,7 +4,7 @@
 //! ID/NN                        files of the mapping ID alone
 //! bucket-HASH-LENGTH/NN        files of this length that mappings share
 //! bucket-HASH-LENGTH/users/ID  an empty file for each of these mappings
-//! trash-NUMBER                 what is being deleted
+//! cleat-trash-NUMBER           what is being deleted
 //! ```
 //!
 //! Only the supervisor can open files there. A worker gets the descriptors, so it reaches no other cache: it can neither
@@ -30,7 +30,7 @@ const SHARED: &str = "bucket-";
 const USERS: &str = "users";
 
 /// Begins the names of directories that are being deleted.
-const TRASH: &str = "trash-";
+const TRASH: &str = "cleat-trash-";
 
 /// The directory of the caches.
 pub(super) struct CacheFiles {
@@ -105,13 +105,13 @@ impl CacheFiles {
             }
             let users = entry.path().join(USERS);
             let is_unused = name == mapping_id
-                || name.starts_with(SHARED) && {
+                || is_shared(&name) && {
                     let _ = fs::remove_file(users.join(mapping_id));
                     is_gone(fs::remove_dir(&users))
                 };
             let moved = directory.join(format!("{TRASH}{trash}"));
             // What a supervisor that was killed has left is deleted with it.
-            if name.starts_with(TRASH) {
+            if is_trash(&name) {
                 unused.push(entry.path());
             } else if is_unused && fs::rename(entry.path(), &moved).is_ok() {
                 *trash += 1;
@@ -127,6 +127,22 @@ impl CacheFiles {
         }
         result
     }
+}
+
+/// Whether a directory is a shared cache. The administrator may have other directories beside the caches.
+fn is_shared(name: &str) -> bool {
+    let parts = name.strip_prefix(SHARED).and_then(|rest| rest.split_once('-'));
+    parts.is_some_and(|(hash, bytes)| {
+        hash.len() == 64 && hash.bytes().all(|byte| byte.is_ascii_hexdigit()) && is_number(bytes)
+    })
+}
+
+fn is_trash(name: &str) -> bool {
+    name.strip_prefix(TRASH).is_some_and(is_number)
+}
+
+fn is_number(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
 }
 
 fn is_gone(removed: io::Result<()>) -> bool {
@@ -213,6 +229,20 @@ mod tests {
     }
 
     #[test]
+    fn other_directories_beside_the_caches_stay() {
+        let directory = tempfile::tempdir().unwrap();
+        let some = caches(directory.path());
+        drop(some.open("a", &CacheUse::Shared("s3://one".to_owned())));
+        let others = ["bucket-data", "bucket-1-2", "trash-1", "cleat-trash-a"];
+        let path = |name: &&str| directory.path().join("cache").join(name);
+        others.iter().for_each(|name| fs::create_dir(path(name)).unwrap());
+        some.remove("a");
+        some.remove("b");
+        assert!(others.iter().all(|name| path(name).exists()));
+        assert!(is_shared(&shared_name("s3://one", 1 << 30)) && is_trash(&format!("{TRASH}7")));
+    }
+
+    #[test]
     fn mappings_share_a_cache_until_the_last_of_them_ends() {
         let directory = tempfile::tempdir().unwrap();
         let some = caches(directory.path());
@@ -241,7 +271,7 @@ mod tests {
         let by = CacheUse::Shared("s3://one".to_owned());
         some.open("a", &by);
         let shared = directory.path().join("cache").join(shared_name("s3://one", 1 << 30));
-        let trash = directory.path().join("cache/trash-7");
+        let trash = directory.path().join("cache/cleat-trash-7");
         fs::create_dir(&trash).unwrap();
         // Files of an earlier build, which gave each mapping its own ones.
         fs::create_dir(directory.path().join("cache/a")).unwrap();
