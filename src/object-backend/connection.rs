@@ -29,7 +29,7 @@ pub(crate) trait Connection: Send + Sync {
     /// Prepares the place of a new volume.
     ///
     /// # Errors
-    /// Returns the error of the home.
+    /// Returns `AlreadyExists` if the place has something else, and the error of the home otherwise.
     fn prepare(&self, name: &str) -> Result<()>;
 
     /// Returns names behind `after` in their order, at most `limit` of them, and whether there are more. Some may
@@ -38,6 +38,14 @@ pub(crate) trait Connection: Send + Sync {
     /// # Errors
     /// Returns the error of the home.
     fn names(&self, after: Option<&str>, limit: usize) -> Result<(Vec<String>, bool)>;
+
+    /// Checks that the place of a volume has nothing that a removal would delete, too.
+    ///
+    /// # Errors
+    /// Returns `InUse` if it has, and the error of the home otherwise.
+    fn check_removal(&self, _name: &str) -> Result<()> {
+        Ok(())
+    }
 
     /// Removes everything of a volume that no client uses. Can be repeated.
     ///

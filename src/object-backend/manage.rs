@@ -12,7 +12,7 @@ use cleat_backend::store::{
 };
 use cleat_backend::uri::{Size, VolumeUri, invalid};
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_object::codec::{Compression, Description};
+use cleat_object::codec::{Compression, Description, MAX_MAP_PAGES};
 use cleat_object::encryption::KeyFile;
 use cleat_object::name::{Name, VolumeId};
 use cleat_object::store as objects;
@@ -205,6 +205,7 @@ impl Store for ObjectStore {
                 .with_repair("use another name, or the present size"));
         }
         let shown = self.volume(name)?.shown();
+        check_size(&shown, size)?;
         self.connection.prepare(name)?;
         let store = self.connection.store(name)?;
         let volume = VolumeId(random()?);
@@ -233,6 +234,7 @@ impl Store for ObjectStore {
                 .with_repair("repeat with --now, which deletes the volume for good"));
         }
         let shown = volume.shown();
+        self.connection.check_removal(name)?;
         // A removal that was interrupted goes on.
         if !wait(&shown, after(CALL_TIMEOUT), newest(&alone))?.is_being_removed()
             && let Some((_, place)) = self.find(name)?
@@ -407,6 +409,15 @@ pub(crate) fn check_compression(
                 .with_repair("use another name, or the present compression"))
         }
     }
+}
+
+/// Checks the size of a new volume.
+fn check_size(shown: &str, size: u64) -> Result<()> {
+    Volume::check_size(size, PAGE_BYTES).map_err(|failure| {
+        let most = Size(MAX_MAP_PAGES * u64::from(PAGE_BYTES));
+        invalid(format!("cannot create {shown} with {size} bytes: {failure}"))
+            .with_repair(format!("choose a multiple of 512 bytes, at most {most}"))
+    })
 }
 
 /// Checks that the store does not create an object under a name that exists: the protocol between writers depends on

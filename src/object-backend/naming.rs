@@ -2,6 +2,7 @@
 
 use cleat_backend::uri::{invalid, shown};
 use cleat_core::error::Result;
+use cleat_object::name::Name;
 
 /// The option of a URI that names the key file.
 pub(crate) const KEY_FILE: &str = "key_file";
@@ -13,6 +14,15 @@ pub(crate) const MAX_NAME: usize = 200;
 pub(crate) fn is_name(name: &str) -> bool {
     let begins_well = name.starts_with(char::is_alphanumeric);
     begins_well && name.len() <= MAX_NAME && !name.contains(|c: char| c == '/' || c.is_control())
+}
+
+/// Whether an object below the prefix of a volume belongs to the volume.
+pub(crate) fn is_object(name: &str) -> bool {
+    const FURTHER: [&str; 3] = ["ask", "answer", "label"];
+    let is_hex = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let mut parts = name.split('/');
+    Name::parse(name).is_some()
+        || parts.next().is_some_and(|kind| FURTHER.contains(&kind)) && parts.all(is_hex)
 }
 
 /// Checks the name of a snapshot.
@@ -28,4 +38,27 @@ pub(crate) fn check_name(snapshot: &str) -> Result<()> {
         "names have 1 to {MAX_NAME} bytes, begin with a letter or digit, and have no /, no @ and no control \
          characters"
     )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_objects_of_a_volume_are_told_from_others() {
+        let number = "0000000000000001";
+        let own = [
+            "desc".to_owned(),
+            format!("log/{number}/{number}"),
+            format!("ask/{number}"),
+            format!("answer/{number}"),
+            format!("label/{number}{number}/{number}"),
+        ];
+        assert!(own.iter().all(|name| is_object(name)), "{own:?}");
+        for other in
+            ["", "notes.txt", "b/desc", "log/desc", "desc/a", "ask/all", "ask//", "label/a/x"]
+        {
+            assert!(!is_object(other), "{other}");
+        }
+    }
 }

@@ -180,17 +180,26 @@ impl Volume {
     /// Returns an error if the place has a volume already, if the size is not a multiple of 512 bytes, or if the
     /// store fails.
     pub async fn create(store: Arc<dyn Store>, description: &Description) -> Result<(), Failure> {
-        if !description.size.is_multiple_of(SECTOR_BYTES) {
-            return Err(Failure::Invalid("the size is not a multiple of 512 bytes"));
-        }
-        if description.size.div_ceil(description.page_bytes.into()) > MAX_MAP_PAGES {
-            return Err(Failure::Invalid("the size is too large for the pages of the map"));
-        }
+        Self::check_size(description.size, description.page_bytes)?;
         let access = Access::new(store, description.volume, description.nonce);
         match access.put_soon(Name::Description, &description.encode()).await? {
             Put::Own => Ok(()),
             Put::Foreign => Err(Failure::Invalid("a volume exists in this place already")),
         }
+    }
+
+    /// Checks the size of a new volume, in bytes.
+    ///
+    /// # Errors
+    /// Returns an error if it is not a multiple of 512 bytes, or needs too many pages of the map.
+    pub fn check_size(size: u64, page_bytes: u32) -> Result<(), Failure> {
+        if !size.is_multiple_of(SECTOR_BYTES) {
+            return Err(Failure::Invalid("the size is not a multiple of 512 bytes"));
+        }
+        if size.div_ceil(page_bytes.into()) > MAX_MAP_PAGES {
+            return Err(Failure::Invalid("the size is too large for the pages of the map"));
+        }
+        Ok(())
     }
 
     /// Claims the next epoch, whoever has the newest one, and opens the volume for writing: fences the writer that

@@ -103,6 +103,17 @@ on_each! {
     a_check_finds_what_is_lost_or_damaged
 }
 
+/// In a directory, the removal is refused; the unit tests of the backend have that.
+#[test]
+fn a_removal_leaves_another_volume_below_the_prefix() {
+    let store = Store::bucket(minio_store);
+    make_objects(&store.uri, MIB);
+    let below = make_objects(&store.uri.replacen('?', "/v?", 1), MIB);
+    let connected = REGISTRY.store(&store.uri).unwrap().connect().unwrap();
+    assert!(connected.remove("v", NOW, &mut go_on()).unwrap().changed);
+    drop(open(&below, as_client(claimant("one", "a"))));
+}
+
 fn a_second_writer_is_refused_and_a_reader_is_not(store: &Store) {
     let uri = make_objects(&store.uri, 8 * MIB);
     let first = open(&uri, as_client(claimant("one", "a")));

@@ -6,13 +6,14 @@
 //! ```
 //!
 //! A worker has a user of its own, which differs from that of the next worker of the volume. It sees nothing but
-//! `objects`, so it does not need the permission to pass the directory above.
+//! `objects`, so it does not need the permission to pass the directory above. A removal deletes DIRECTORY/VOLUME, so a volume
+//! has it for itself: another directory that exists is not used, and nothing is removed together with other files.
 
 use std::ffi::OsString;
-use std::fs::{self, DirBuilder, File};
+use std::fs::{self, DirBuilder, File, Permissions};
 use std::io::{self, ErrorKind as Io, Read as _};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
@@ -132,11 +133,58 @@ impl Local {
         if is_missing { error.with_repair(format!("mkdir -p {shown}")) } else { error }
     }
 
+    /// Makes a directory durable. Returns false if something has its name.
+    fn make_directory(&self, path: &Path, mode: u32) -> Result<bool> {
+        match DirBuilder::new().mode(mode).create(path) {
+            // It may be that of a creation that was interrupted.
+            Err(error) if error.kind() == Io::AlreadyExists => return Ok(false),
+            // The mode of the call is limited by the mask of the process.
+            Ok(()) => self.set_mode(path, mode)?,
+            Err(error) => return Err(self.failed("create a volume", error)),
+        }
+        let above = path.parent().unwrap_or(Path::new("/"));
+        let durable = File::open(above).and_then(|above| above.sync_all());
+        durable.map_err(|error| self.failed("create a volume", error)).map(|()| true)
+    }
+
+    fn set_mode(&self, path: &Path, mode: u32) -> Result<()> {
+        let set = fs::set_permissions(path, Permissions::from_mode(mode));
+        set.map_err(|error| self.failed("create a volume", error))
+    }
+
+    /// Checks that nobody else can change what a directory has, whatever its mode is.
+    fn check_owner(&self, path: &Path) -> Result<()> {
+        let failed = |error| self.failed("create a volume", error);
+        let found = fs::symlink_metadata(path).map_err(failed)?;
+        if found.is_dir() && found.uid() == nix::unistd::geteuid().as_raw() {
+            return Ok(());
+        }
+        let message = format!("{} exists, and is not a directory of this user", path.display());
+        Err(Error::new(ErrorKind::AlreadyExists, message)
+            .with_repair("choose the name of a directory that does not exist; cleat makes it"))
+    }
+
+    /// Returns a file in the directory of a volume that is not of the volume.
+    fn other_file(&self, root: &Path) -> Result<Option<String>> {
+        let failed = |error| self.failed("read the directory of a volume", error);
+        let entries = match fs::read_dir(root) {
+            Err(error) if error.kind() == Io::NotFound => return Ok(None),
+            entries => entries.map_err(failed)?,
+        };
+        for entry in entries {
+            let name = entry.map_err(failed)?.file_name();
+            if name != OBJECTS {
+                return Ok(Some(format!("{:?}", shown(&name.to_string_lossy()))));
+            }
+        }
+        Ok(None)
+    }
+
     /// Finishes removals, also of processes that have crashed.
     fn remove_renamed(&self) -> io::Result<()> {
         for entry in fs::read_dir(&self.path)?.take(MAX_ENTRIES) {
             let entry = entry?;
-            if entry.file_name().as_bytes().starts_with(REMOVED.as_bytes()) {
+            if is_removed(entry.file_name().as_bytes()) {
                 match fs::remove_dir_all(entry.path()) {
                     Err(error) if error.kind() != Io::NotFound => return Err(error),
                     _ => {}
@@ -164,21 +212,27 @@ impl Connection for Local {
     }
 
     fn prepare(&self, name: &str) -> Result<()> {
-        let made = [(self.root(name), 0o700), (self.root(name).join(OBJECTS), 0o777)];
-        for (path, mode) in made {
-            let made = match DirBuilder::new().mode(mode).create(&path) {
-                Err(error) if error.kind() == Io::AlreadyExists => Ok(()),
-                // The mode of the call is limited by the mask of the process.
-                Ok(()) => {
-                    fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(mode))
-                }
-                other => other,
-            };
-            let above = path.parent().unwrap_or(Path::new("/"));
-            let durable = made.and_then(|()| File::open(above)?.sync_all());
-            durable.map_err(|error| self.failed("create a volume", error))?;
+        let root = self.root(name);
+        if !self.make_directory(&root, 0o700)? {
+            self.check_owner(&root)?;
+            if let Some(other) = self.other_file(&root)? {
+                let message = format!("{} exists, and has other files: {other}", root.display());
+                return Err(Error::new(ErrorKind::AlreadyExists, message).with_repair(
+                    "choose the name of a directory that does not exist; cleat makes it",
+                ));
+            }
+            self.set_mode(&root, 0o700)?;
         }
-        Ok(())
+        self.make_directory(&root.join(OBJECTS), 0o777).map(drop)
+    }
+
+    fn check_removal(&self, name: &str) -> Result<()> {
+        let root = self.root(name);
+        let Some(other) = self.other_file(&root)? else { return Ok(()) };
+        let message =
+            format!("{} has other files than those of the volume: {other}", root.display());
+        Err(Error::new(ErrorKind::InUse, message)
+            .with_repair("move them to another directory, then repeat the command"))
     }
 
     fn names(&self, after: Option<&str>, limit: usize) -> Result<(Vec<String>, bool)> {
@@ -230,6 +284,12 @@ impl Connection for Local {
     }
 }
 
+/// Whether a directory has the name of one that is being removed.
+fn is_removed(name: &[u8]) -> bool {
+    let token = name.strip_prefix(REMOVED.as_bytes());
+    token.is_some_and(|token| token.len() == 16 && token.iter().all(u8::is_ascii_hexdigit))
+}
+
 /// Reads the description of the volume that has its objects in a directory.
 fn description(objects: &Path) -> Option<Description> {
     let mut bytes = Vec::new();
@@ -255,4 +315,81 @@ fn path(location: &str) -> Result<PathBuf> {
     }
     // Each path has one spelling: without doubled or trailing slashes and without `.`.
     Ok(path.components().filter(|part| *part != Component::CurDir).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ops::ControlFlow;
+    use std::os::unix::fs::symlink;
+
+    use cleat_backend::store::{Layout, Removal, Store as _};
+    use cleat_backend::uri::Options;
+
+    use super::*;
+    use crate::home::Home;
+    use crate::manage::ObjectStore;
+    use crate::snapshots::tests::claimant;
+
+    const SIZE: u64 = 1 << 20;
+
+    fn store(directory: &Path) -> ObjectStore {
+        let options = Options::parse("").unwrap();
+        let home = Home::parse("dir", directory.to_str().unwrap(), options).unwrap();
+        ObjectStore::connect(&home, &claimant("c"), CredentialSet::default()).unwrap()
+    }
+
+    fn create(store: &ObjectStore, name: &str, size: u64) -> std::result::Result<bool, ErrorKind> {
+        store.create(name, size, &Layout::default()).map_err(|error| error.kind())
+    }
+
+    #[test]
+    fn a_volume_has_its_directory_for_itself() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        let store = store(directory.path());
+        fs::create_dir(at("used")).unwrap();
+        fs::write(at("used/file"), "content").unwrap();
+        symlink(at("used"), at("link")).unwrap();
+        fs::write(at("file"), "content").unwrap();
+        for name in ["used", "link", "file"] {
+            assert_eq!(create(&store, name, SIZE), Err(ErrorKind::AlreadyExists), "{name}");
+        }
+        assert!(!at("used/objects").exists());
+        fs::create_dir(at("empty")).unwrap();
+        fs::set_permissions(at("empty"), Permissions::from_mode(0o777)).unwrap();
+        assert_eq!(create(&store, "empty", SIZE), Ok(true));
+        assert_eq!(fs::metadata(at("empty")).unwrap().mode() & 0o777, 0o700);
+    }
+
+    #[test]
+    fn a_removal_deletes_no_other_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = store(directory.path());
+        assert_eq!(create(&store, "v", SIZE), Ok(true));
+        let other = directory.path().join("v/notes");
+        fs::write(&other, "content").unwrap();
+        let beside = directory.path().join(".removed-by-me");
+        fs::create_dir(&beside).unwrap();
+        let remove = || {
+            let removed = store.remove("v", Removal::Now, &mut |_, _| ControlFlow::Continue(()));
+            removed.map(|removed| removed.changed)
+        };
+        let error = remove().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InUse);
+        assert!(error.message().contains("\"notes\""), "{error}");
+        assert_eq!(fs::read_to_string(&other).unwrap(), "content");
+        fs::remove_file(&other).unwrap();
+        assert!(remove().unwrap());
+        assert!(!directory.path().join("v").exists() && beside.exists());
+    }
+
+    #[test]
+    fn a_wrong_size_leaves_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = store(directory.path());
+        for size in [1, 513, 4 << 60] {
+            assert_eq!(create(&store, "v", size), Err(ErrorKind::InvalidArgument), "{size}");
+        }
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
 }

@@ -25,7 +25,7 @@ use super::rejection::{classify, is_behind_the_end};
 use crate::cache::hash_of;
 use crate::connection::Connection;
 use crate::executor::block_until;
-use crate::naming::is_name;
+use crate::naming::{is_name, is_object};
 use crate::timeouts::{CALL_TIMEOUT, after};
 
 /// The reads that a client has in flight.
@@ -206,15 +206,17 @@ impl RemoteHome {
         Error::new(kind, format!("cannot access {shown}")).with_source(error)
     }
 
-    /// Returns all keys of a volume.
+    /// Returns all keys of a volume. Other objects below its prefix, as those of another volume, are not its own.
     fn keys(&self, prefix: &str) -> Result<Vec<String>> {
-        self.repeat(|| {
+        let keys: Vec<String> = self.repeat(|| {
             let prefix = prefix.to_owned();
             self.0.run(|client| async move {
                 let found = client.list(Some(&Path::parse(&prefix)?));
                 found.map_ok(|object| object.location.into()).try_collect().await
             })
-        })
+        })?;
+        let is_own = |key: &String| key.strip_prefix(prefix).is_some_and(is_object);
+        Ok(keys.into_iter().filter(is_own).collect())
     }
 }
 
