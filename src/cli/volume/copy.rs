@@ -5,7 +5,8 @@
 
 mod programs;
 
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
@@ -30,9 +31,9 @@ Examples:
 
 /// Copy a volume, or a snapshot, to a file
 ///
-/// The file must not exist; it has its name only when it is complete and durable. The volume is opened read-only. A
-/// volume in use is copied while it changes, and the copy has no consistent content then: take a snapshot, and export that.
-/// Needs the program qemu-img (Debian: qemu-utils).
+/// The file must not exist; it has its name only when it is complete and durable, and only its owner can read it (mode 0600).
+/// The volume is opened read-only. A volume in use is copied while it changes, and the copy has no consistent content then:
+/// take a snapshot, and export that. Needs the program qemu-img (Debian: qemu-utils).
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXPORT_EXAMPLES)]
 pub(super) struct Export {
@@ -232,9 +233,12 @@ impl Part {
         let mut part = name.to_owned();
         part.push(".part");
         let part = file.with_file_name(part);
-        // Only one export at a time writes the file.
-        let created = File::create_new(&part)
-            .map_err(|error| Error::from_io(format!("cannot create {}", part.display()), error));
+        // Only one export at a time writes the file, and only its owner reads the content of the volume.
+        let mut new = OpenOptions::new();
+        let created =
+            new.write(true).create_new(true).mode(0o600).open(&part).map_err(|error| {
+                Error::from_io(format!("cannot create {}", part.display()), error)
+            });
         created.map(|_| Self(part)).map_err(|error| {
             let repair = "check the directory; a file with this name is left by an export that was killed, and can be removed";
             error.with_repair(repair)
@@ -263,6 +267,8 @@ impl Drop for Part {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     #[test]
@@ -284,6 +290,8 @@ mod tests {
         fs::write(&part.0, "content").expect("a file");
         part.complete(&file).expect("the name is free");
         assert_eq!(fs::read_to_string(&file).expect("a file"), "content");
+        let mode = fs::metadata(&file).expect("a file").permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
         assert_eq!(fs::read_dir(directory.path()).expect("a directory").count(), 1);
     }
 }
