@@ -20,9 +20,8 @@ pub(crate) fn is_name(name: &str) -> bool {
 pub(crate) fn is_object(name: &str) -> bool {
     const FURTHER: [&str; 3] = ["ask", "answer", "label"];
     let is_hex = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_hexdigit());
-    let mut parts = name.split('/');
-    Name::parse(name).is_some()
-        || parts.next().is_some_and(|kind| FURTHER.contains(&kind)) && parts.all(is_hex)
+    let further = name.split_once('/').filter(|(kind, _)| FURTHER.contains(kind));
+    Name::parse(name).is_some() || further.is_some_and(|(_, rest)| rest.split('/').all(is_hex))
 }
 
 /// Checks the name of a snapshot.

@@ -133,18 +133,17 @@ impl Local {
         if is_missing { error.with_repair(format!("mkdir -p {shown}")) } else { error }
     }
 
-    /// Makes a directory durable. Returns false if something has its name.
-    fn make_directory(&self, path: &Path, mode: u32) -> Result<bool> {
-        match DirBuilder::new().mode(mode).create(path) {
-            // It may be that of a creation that was interrupted.
-            Err(error) if error.kind() == Io::AlreadyExists => return Ok(false),
-            // The mode of the call is limited by the mask of the process.
-            Ok(()) => self.set_mode(path, mode)?,
-            Err(error) => return Err(self.failed("create a volume", error)),
-        }
+    /// Makes a directory durable. Returns false if something has its name, which may be left of a creation that was
+    /// interrupted.
+    fn make_directory(&self, path: &Path) -> Result<bool> {
+        let failed = |error| self.failed("create a volume", error);
+        let is_new = match DirBuilder::new().mode(0o700).create(path) {
+            Err(error) if error.kind() == Io::AlreadyExists => false,
+            made => made.map(|()| true).map_err(failed)?,
+        };
         let above = path.parent().unwrap_or(Path::new("/"));
-        let durable = File::open(above).and_then(|above| above.sync_all());
-        durable.map_err(|error| self.failed("create a volume", error)).map(|()| true)
+        File::open(above).and_then(|above| above.sync_all()).map_err(failed)?;
+        Ok(is_new)
     }
 
     fn set_mode(&self, path: &Path, mode: u32) -> Result<()> {
@@ -213,7 +212,7 @@ impl Connection for Local {
 
     fn prepare(&self, name: &str) -> Result<()> {
         let root = self.root(name);
-        if !self.make_directory(&root, 0o700)? {
+        if !self.make_directory(&root)? {
             self.check_owner(&root)?;
             if let Some(other) = self.other_file(&root)? {
                 let message = format!("{} exists, and has other files: {other}", root.display());
@@ -223,7 +222,10 @@ impl Connection for Local {
             }
             self.set_mode(&root, 0o700)?;
         }
-        self.make_directory(&root.join(OBJECTS), 0o777).map(drop)
+        let objects = root.join(OBJECTS);
+        self.make_directory(&objects)?;
+        self.check_owner(&objects)?;
+        self.set_mode(&objects, 0o777)
     }
 
     fn check_removal(&self, name: &str) -> Result<()> {
@@ -355,6 +357,9 @@ mod tests {
             assert_eq!(create(&store, name, SIZE), Err(ErrorKind::AlreadyExists), "{name}");
         }
         assert!(!at("used/objects").exists());
+        fs::create_dir_all(at("interrupted/objects")).unwrap();
+        assert_eq!(create(&store, "interrupted", SIZE), Ok(true));
+        assert_eq!(fs::metadata(at("interrupted/objects")).unwrap().mode() & 0o777, 0o777);
         fs::create_dir(at("empty")).unwrap();
         fs::set_permissions(at("empty"), Permissions::from_mode(0o777)).unwrap();
         assert_eq!(create(&store, "empty", SIZE), Ok(true));
