@@ -184,9 +184,14 @@ impl Local {
         for entry in fs::read_dir(&self.path)?.take(MAX_ENTRIES) {
             let entry = entry?;
             if is_removed(entry.file_name().as_bytes()) {
-                match fs::remove_dir_all(entry.path()) {
-                    Err(error) if error.kind() != Io::NotFound => return Err(error),
-                    _ => {}
+                // What someone has added to the directory of the volume meanwhile is not deleted.
+                let removed =
+                    [fs::remove_dir_all(entry.path().join(OBJECTS)), fs::remove_dir(entry.path())];
+                let is_expected = |kind| matches!(kind, Io::NotFound | Io::DirectoryNotEmpty);
+                for error in removed.into_iter().filter_map(io::Result::err) {
+                    if !is_expected(error.kind()) {
+                        return Err(error);
+                    }
                 }
             }
         }
@@ -386,6 +391,16 @@ mod tests {
         fs::remove_file(&other).unwrap();
         assert!(remove().unwrap());
         assert!(!directory.path().join("v").exists() && beside.exists());
+        // Someone adds a file after the check.
+        assert_eq!(create(&store, "v", SIZE), Ok(true));
+        let renamed = directory.path().join(".removed-0000000000000001");
+        fs::rename(directory.path().join("v"), &renamed).unwrap();
+        fs::write(renamed.join("notes"), "content").unwrap();
+        assert_eq!(create(&store, "w", SIZE), Ok(true));
+        assert!(
+            store.remove("w", Removal::Now, &mut |_, _| ControlFlow::Continue(())).unwrap().changed
+        );
+        assert!(renamed.join("notes").exists() && !renamed.join("objects").exists());
     }
 
     #[test]
