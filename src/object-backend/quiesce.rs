@@ -28,7 +28,10 @@ struct State {
 }
 
 /// A snapshot that is being taken, of a volume that is quiesced until this is dropped.
-pub(crate) struct Taking<'a>(&'a Quiesce);
+pub(crate) struct Taking<'a> {
+    quiesce: &'a Quiesce,
+    number: u64,
+}
 
 impl Quiesce {
     /// Makes all further snapshots wait for an answer, and wakes `owner` for each.
@@ -85,7 +88,7 @@ impl Quiesce {
         state.is_pending = true;
         state.answer = None;
         owner.wake();
-        Some(Taking(self))
+        Some(Taking { quiesce: self, number: state.number })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -95,7 +98,11 @@ impl Quiesce {
 
 impl Drop for Taking<'_> {
     fn drop(&mut self) {
-        let mut state = self.0.lock();
+        let mut state = self.quiesce.lock();
+        // A future that is cancelled may end after the next snapshot has begun.
+        if state.number != self.number {
+            return;
+        }
         state.is_pending = false;
         state.owner.iter().for_each(Waker::wake);
     }
@@ -153,6 +160,9 @@ mod tests {
         assert_eq!(quiesce.pending(), Some(3));
         drop(cancelled);
         assert_eq!(quiesce.pending(), None);
+        let (earlier, _later) = (quiesce.announce(), quiesce.announce());
+        drop(earlier);
+        assert_eq!(quiesce.pending(), Some(5), "the later one has not ended");
     }
 
     #[test]
