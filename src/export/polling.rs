@@ -4,13 +4,13 @@
 //! request at a time gets 39k instead of 23k reads/s from memory. Three rules bound the cost. A poll ends after
 //! [`POLL_NS`]. Each look yields the processor, and a poll ends if another thread has used it for long. Polls become
 //! rarer, to one in [`MAX_SKIPPED`] waits, if they find nothing, or only after another thread has used the
-//! processor: that one would have woken this thread on the same processor, which costs little. A connection without requests sleeps: there is at
-//! most one poll for each time that it woke up.
+//! processor: that one would have woken this thread on the same processor, which costs little. A connection
+//! without requests sleeps: there is at most one poll for each time that it woke up.
 
 /// How long one poll lasts at most, in nanoseconds.
 const POLL_NS: u64 = 50_000;
 
-/// A yield that takes longer than this has run another thread, which needs the processor; in nanoseconds.
+/// A yield that takes longer than this has run another thread for long, and ends the poll; in nanoseconds.
 const YIELD_NS: u64 = 30_000;
 
 /// A yield that takes longer than this has run another thread, in nanoseconds; one that has not takes about 500.
