@@ -6,7 +6,7 @@
 //! processes wake up, the time until a new supervisor serves all volumes after a crash, and how evenly volumes with the
 //! same load share the processors: each has one reader of 4 KiB blocks.
 //!
-//! `VOLUMES` are the numbers (`1,10,100,500`), and `SECONDS` is the length of a load (5). With `BUSY_POLL=off` the
+//! `VOLUMES` are the numbers (`1,10,100,500`), and `SECONDS` is the length of a load (20: in 5 s, 100 volumes on two processors have too few turns to be compared). With `BUSY_POLL=off` the
 //! workers never poll.
 
 #![allow(
@@ -55,7 +55,7 @@ struct Figures {
 
 fn main() {
     let numbers = std::env::var("VOLUMES").unwrap_or_else(|_| "1,10,100,500".to_owned());
-    let time = Duration::from_secs_f64(number("SECONDS", 5.0));
+    let time = Duration::from_secs_f64(number("SECONDS", 20.0));
     let numbers = numbers.split(',').map(|text| text.trim().parse().expect("VOLUMES"));
     let figures: Vec<Figures> = numbers.map(|volumes| measure(volumes, time)).collect();
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap().join("bench");

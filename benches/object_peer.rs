@@ -43,6 +43,13 @@ const LENGTH: u64 = 512;
 /// The objects of the same length together.
 const OBJECTS: u64 = LENGTH / 8;
 
+/// The forms of s3backer: what is different, a name, and arguments. It answers fsync(2) at once, without a write to the
+/// store (`fuse_op_fsync` in its `fuse_ops.c`), so what a flush promises holds for synchronous writes only.
+const S3BACKERS: [(&str, &str, &[&str]); 2] = [
+    ("", "default", &[]),
+    (" with synchronous writes", "sync", &["--blockCacheSync", "--blockCacheWriteDelay=0"]),
+];
+
 /// Loads the bucket, in the round of this number.
 type Load = fn(&Bucket, u64);
 
@@ -78,9 +85,11 @@ impl Bucket {
             println!("random writes, {what}: {}", load(&sockets[0], DEPTH));
             end(worker, &store, &name);
         }
-        match self.s3backer(round) {
-            Some(peer) => println!("random writes, s3backer: {}", peer.load()),
-            None => println!("s3backer is not installed: apt-get install s3backer"),
+        for (what, name, arguments) in S3BACKERS {
+            match self.s3backer(&format!("s3backer-{name}-{round}"), arguments) {
+                Some(peer) => println!("random writes, s3backer{what}: {}", peer.load()),
+                None => println!("s3backer is not installed: apt-get install s3backer"),
+            }
         }
     }
 
@@ -142,18 +151,19 @@ impl Bucket {
         LENGTH as f64 / began.elapsed().as_secs_f64()
     }
 
-    fn s3backer(&self, round: u64) -> Option<S3backer> {
+    fn s3backer(&self, name: &str, arguments: &[&str]) -> Option<S3backer> {
         let keys = self.directory.path().join("s3backer.keys");
         let mut file = OpenOptions::new();
         let mut file =
             file.write(true).create(true).truncate(true).mode(0o600).open(&keys).unwrap();
         file.write_all(self.pair().as_bytes()).unwrap();
-        let mount = self.directory.path().join(format!("s3backer-{round}"));
+        let mount = self.directory.path().join(name);
         fs::create_dir(&mount).unwrap();
         let child = Command::new("s3backer")
             .args(["-f", "--quiet", "--authVersion=aws4", "--force"])
             .args(["--blockSize=4k", "--size=1g"])
-            .arg(format!("--prefix=s3backer-{round}/"))
+            .args(arguments)
+            .arg(format!("--prefix={name}/"))
             .arg(format!("--accessFile={}", keys.display()))
             .arg(format!("--baseURL=http://{}/", self.endpoint))
             .arg(BUCKET)
@@ -171,15 +181,15 @@ impl Bucket {
     }
 }
 
-/// A mounted s3backer with its defaults: a cache of 1000 blocks that 20 threads write back.
+/// A mounted s3backer. Its cache has 1000 blocks, which 20 threads write back.
 struct S3backer {
     child: Child,
     mount: PathBuf,
 }
 
 impl S3backer {
-    /// Writes at random with 32 threads, and syncs each second.
-    fn load(&self) -> String {
+    /// Writes at random with 32 threads, and syncs each second. The unmount, which writes the cache back, counts, too.
+    fn load(mut self) -> String {
         let file = OpenOptions::new().read(true).write(true).open(self.mount.join("file")).unwrap();
         let (writes, began) = (AtomicU64::new(0), Instant::now());
         let is_over = || began.elapsed() >= Duration::from_secs(SECONDS);
@@ -198,8 +208,17 @@ impl S3backer {
             }
             sync_each_second(&file, is_over)
         });
+        drop(file);
+        self.unmount();
         let rate = writes.into_inner() as f64 / began.elapsed().as_secs_f64();
         format!("{rate:.0} writes/s, {flushes} flushes, the longest in {longest:.0?}")
+    }
+
+    /// Ends the process, which writes its cache back first.
+    fn unmount(&mut self) {
+        let ended = Command::new("umount").arg(&self.mount).status();
+        assert!(ended.unwrap().success(), "{} stays mounted", self.mount.display());
+        let _ = self.child.wait();
     }
 }
 
@@ -213,14 +232,6 @@ fn sync_each_second(file: &File, is_over: impl Fn() -> bool) -> (u64, Duration) 
         flushes += 1;
     }
     (flushes, longest)
-}
-
-impl Drop for S3backer {
-    fn drop(&mut self) {
-        let ended = Command::new("umount").arg(&self.mount).status();
-        assert!(ended.unwrap().success(), "{} stays mounted", self.mount.display());
-        let _ = self.child.wait();
-    }
 }
 
 /// Stops a worker and removes its volume.

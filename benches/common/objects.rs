@@ -45,7 +45,8 @@ pub(crate) fn start(uri: &str, has_tail: bool) -> (Worker, Vec<UnixStream>, File
     (worker, sockets, tail)
 }
 
-/// Writes at random for a while, with a flush each second.
+/// Writes at random for a while, with a flush each second. The rate is that until everything is durable: the last
+/// flush and the time that it takes count, too.
 pub(crate) fn load(socket: &UnixStream, depth: u64) -> String {
     let mut random = Random(0x9e37_79b9_7f4a_7c15);
     let mut data = vec![7; BLOCK as usize];
@@ -57,7 +58,8 @@ pub(crate) fn load(socket: &UnixStream, depth: u64) -> String {
     (0..depth).for_each(&mut send);
     let (mut writes, mut flushes, mut longest) = (0_u64, 0_u64, Duration::ZERO);
     let (mut flushed_at, mut flush_since) = (began, None);
-    while began.elapsed() < Duration::from_secs(SECONDS) {
+    let mut in_flight = depth;
+    while in_flight > 0 || flush_since.is_some() {
         let (cookie, error) = nbd::reply(socket);
         assert_eq!(error, 0);
         if cookie == FLUSH {
@@ -66,14 +68,20 @@ pub(crate) fn load(socket: &UnixStream, depth: u64) -> String {
             flushes += 1;
         } else {
             writes += 1;
-            send(cookie);
+            if began.elapsed() < Duration::from_secs(SECONDS) {
+                send(cookie);
+            } else {
+                in_flight -= 1;
+            }
         }
-        if flush_since.is_none() && flushed_at.elapsed() >= Duration::from_secs(1) {
+        let is_due = in_flight > 0 && flushed_at.elapsed() >= Duration::from_secs(1);
+        if flush_since.is_none() && is_due {
             flushed_at = Instant::now();
             flush_since = Some(flushed_at);
             nbd::send(socket, nbd::FLUSH, FLUSH, 0, 0, &[]);
         }
     }
+    assert_eq!(nbd::simple(socket, nbd::FLUSH, 0, 0), 0);
     let rate = writes as f64 / began.elapsed().as_secs_f64();
     format!("{rate:.0} writes/s, {flushes} flushes, the longest in {longest:.0?}")
 }
