@@ -6,8 +6,8 @@
 //! processes wake up, the time until a new supervisor serves all volumes after a crash, and how evenly volumes with the
 //! same load share the processors: each has one reader of 4 KiB blocks.
 //!
-//! `VOLUMES` are the numbers (`1,10,100,500`), and `SECONDS` is the length of a load (20: in 5 s, 100 volumes on two processors have too few turns to be compared). With `BUSY_POLL=off` the
-//! workers never poll.
+//! `VOLUMES` are the numbers (`1,10,100,500`), and `SECONDS` is the length of a load (20, because in 5 s 100 volumes
+//! on two processors have too few turns to be compared). With `BUSY_POLL=off` the workers never poll.
 
 #![allow(
     clippy::cast_possible_truncation,

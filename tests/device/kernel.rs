@@ -35,6 +35,7 @@ fn real_kernel() {
     real_holders(&kernel);
     real_layers(&kernel);
     real_collision(&kernel);
+    real_queue(&kernel);
     real_latency(&kernel);
     nothing_is_left(&kernel);
 }
@@ -175,6 +176,34 @@ fn real_collision(kernel: &RealKernel) {
     disk.disconnect();
     settled_holders(kernel, other.index);
     other.disconnect();
+}
+
+/// Checks the queue of a device, also of one whose last owner has left other values.
+fn real_queue(kernel: &RealKernel) {
+    let queue = |index: u32| format!("/sys/block/nbd{index}/queue");
+    let wanted = "0 1280 4096 none";
+    let read = |index| {
+        let queue = queue(index);
+        shell(&format!(
+            "cd {queue}; echo $(cat rotational max_sectors_kb read_ahead_kb) \
+             $(sed 's/.*\\[\\(.*\\)\\].*/\\1/' scheduler)"
+        ))
+    };
+    let mapped = connect(kernel, "queue", 1);
+    mapped.ready();
+    let index = mapped.index;
+    assert_eq!(read(index).trim(), wanted);
+    shell(&format!(
+        "cd {}; echo 1 > rotational; echo 64 > max_sectors_kb; echo 0 > read_ahead_kb",
+        queue(index)
+    ));
+    assert_eq!(read(index).trim(), "1 64 0 none");
+    mapped.disconnect();
+    let again = connect(kernel, "queue-again", 1);
+    again.ready();
+    assert_eq!(again.index, index, "the kernel gives the first free device");
+    assert_eq!(read(index).trim(), wanted);
+    again.disconnect();
 }
 
 /// Prints how long a map and an unmap take in the kernel, without an assertion.

@@ -49,8 +49,10 @@ const STUCK_COMMANDS: usize = 8;
 /// The maximum number of unmounts that may be stuck, one for each device and namespace: each waits for its own
 /// backend.
 const STUCK_UNMOUNTS: usize = 64;
-/// The maximum number of reads that may be stuck: each waits for its own backend.
+/// The maximum number of reads, and of writes to sysfs, that may be stuck: each waits for its own backend.
 const STUCK_PROBES: usize = 64;
+/// How long a new device may take to set its queue, before the mapping continues without.
+const QUEUE_TIMEOUT: Duration = Duration::from_secs(2);
 /// The size of the largest block of a device, in bytes.
 const MAX_BLOCK: usize = 4096;
 /// How long short-lived openers of a device, such as udev probes, may take to close it.
@@ -184,6 +186,7 @@ impl Kernel for RealKernel {
             }
             return Err(error);
         }
+        self.set_queue(index, identity);
         Ok(index)
     }
 
@@ -415,6 +418,22 @@ impl Kernel for RealKernel {
 }
 
 impl RealKernel {
+    /// Sets the queue of a new device. It works without, only slower, so a failure is logged. On a thread of its
+    /// own, because the kernel lets the write wait for the requests in flight, such as udev's first reads.
+    fn set_queue(&self, index: DeviceIndex, identity: Identity) {
+        let sysfs = self.sysfs.clone();
+        let deadline = SystemClock.now() + QUEUE_TIMEOUT;
+        let call = move || sysfs.set_queue(index, &identity);
+        let set = self.probes.run("set the queue of the device", deadline, call, drop);
+        if let Err(error) = set.and_then(|set| set) {
+            tracing::warn!(
+                index,
+                error = error.report(),
+                "the device keeps the kernel's settings of its queue"
+            );
+        }
+    }
+
     /// Returns a check, for any thread, that a device is still connected as `identity`.
     fn is_connected_as(
         &self,
