@@ -79,7 +79,10 @@ pub(super) struct Map {
     #[arg(long)]
     read_only: bool,
     /// The number of connections to the kernel, each with a thread [default: set in the daemon's
-    /// configuration]
+    /// configuration, 1 if it says nothing]
+    ///
+    /// More connections use more processors. But with more than one the kernel sends a request that takes longer
+    /// than 30 s a second time, and repeats the requests of a dead worker after 30 s instead of 1 s.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_CONNECTIONS)))]
     connections: Option<u32>,
     /// The device's block size in bytes [default: the volume's minimum]
