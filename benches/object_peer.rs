@@ -189,7 +189,7 @@ struct S3backer {
 
 impl S3backer {
     /// Writes at random with 32 threads, and syncs each second. The unmount, which writes the cache back, counts, too.
-    fn load(mut self) -> String {
+    fn load(self) -> String {
         let file = OpenOptions::new().read(true).write(true).open(self.mount.join("file")).unwrap();
         let (writes, began) = (AtomicU64::new(0), Instant::now());
         let is_over = || began.elapsed() >= Duration::from_secs(SECONDS);
@@ -208,14 +208,15 @@ impl S3backer {
             }
             sync_each_second(&file, is_over)
         });
-        drop(file);
-        self.unmount();
+        drop((file, self));
         let rate = writes.into_inner() as f64 / began.elapsed().as_secs_f64();
         format!("{rate:.0} writes/s, {flushes} flushes, the longest in {longest:.0?}")
     }
+}
 
+impl Drop for S3backer {
     /// Ends the process, which writes its cache back first.
-    fn unmount(&mut self) {
+    fn drop(&mut self) {
         let ended = Command::new("umount").arg(&self.mount).status();
         assert!(ended.unwrap().success(), "{} stays mounted", self.mount.display());
         let _ = self.child.wait();
