@@ -3,10 +3,11 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::{Device, DeviceIndex, Identity, Mapper};
-use cleat_core::error::{Error, Result};
+use cleat_core::clock::{Clock, SystemClock};
+use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_sys::descriptor::DeviceNumber;
 
 /// The unit of the attribute `size`, in bytes (include/linux/types.h: always 512).
@@ -178,28 +179,54 @@ impl Sysfs {
     }
 
     /// Sets the attributes of the device's queue that differ from [`QUEUE`], while it is connected as `identity`.
-    /// Blocks until no request is in flight: the kernel freezes the queue for each write. An attribute that does not
-    /// exist is left out.
+    /// An attribute that does not exist is left out. For each write the kernel freezes the queue and waits for the
+    /// requests in flight, and meanwhile reads of other attributes of the queue may wait, too
+    /// (queue_attr_store in block/blk-sysfs.c). So nothing is written before requests have ended, or after `deadline`.
     ///
     /// # Errors
-    /// Returns the first error, after all attributes were tried.
-    pub(super) fn set_queue(&self, index: DeviceIndex, identity: &Identity) -> Result<()> {
+    /// Returns the first error, after all attributes were tried; `TimedOut` if requests are in flight at the deadline.
+    pub(super) fn set_queue(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        deadline: Instant,
+    ) -> Result<()> {
         let set = |(name, wanted): (&str, Wanted)| {
-            // The device may have a new owner after a write that had to wait.
-            if self.connected_device(index, identity)?.is_none() {
-                return Ok(());
-            }
             let name = format!("queue/{name}");
             let Some(value) = self.attribute(index, &name)?.and_then(|now| wanted.from(&now))
             else {
                 return Ok(());
             };
+            // The device may have a new owner after a write that had to wait.
+            if !self.wait_until_idle(index, identity, deadline)? {
+                return Ok(());
+            }
             let path = self.directory(index).join(name);
             fs::write(&path, &value).map_err(|error| {
                 Error::from_io(format!("cannot write {value} to {}", path.display()), error)
             })
         };
         QUEUE.into_iter().map(set).fold(Ok(()), Result::and)
+    }
+
+    /// Waits until the device has no request in flight. Returns whether it is still connected as `identity`.
+    fn wait_until_idle(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        deadline: Instant,
+    ) -> Result<bool> {
+        loop {
+            match self.connected_device(index, identity)? {
+                None => return Ok(false),
+                Some(device) if device.in_flight == 0 => return Ok(true),
+                Some(_) if SystemClock.now() >= deadline => {
+                    let message = format!("nbd{index} has requests in flight");
+                    return Err(Error::new(ErrorKind::TimedOut, message));
+                }
+                Some(_) => pause(),
+            }
+        }
     }
 
     /// Makes the kernel send a `change` uevent for the device, for a udevd that missed the first event or
@@ -233,6 +260,12 @@ impl Sysfs {
             Err(error) => Err(unreadable(&path, error)),
         }
     }
+}
+
+/// Sleeps between two looks at a device that has requests in flight.
+#[allow(clippy::disallowed_methods, reason = "the state of the kernel is polled in real time")]
+fn pause() {
+    std::thread::sleep(Duration::from_millis(5));
 }
 
 impl Wanted {
@@ -401,9 +434,10 @@ mod tests {
                 .map(|name| fs::read_to_string(queue.join(name)).unwrap())
         };
         let before = read();
-        sysfs.set_queue(0, &Identity::parse("cleat.01.data").unwrap()).unwrap();
+        let other = Identity::parse("cleat.01.data").unwrap();
+        sysfs.set_queue(0, &other, SystemClock.now()).unwrap();
         assert_eq!(read(), before, "the device of another mapping");
-        sysfs.set_queue(0, &identity).unwrap();
+        sysfs.set_queue(0, &identity, SystemClock.now()).unwrap();
         assert_eq!(read(), ["0", "none", "1280", "8192\n"]);
     }
 
@@ -411,7 +445,7 @@ mod tests {
     fn a_queue_that_is_right_is_not_written_nor_what_it_does_not_have() {
         let (_root, sysfs, identity, queue) =
             queue(&[("scheduler", "[none] mq-deadline\n"), ("rotational", "0\n")]);
-        sysfs.set_queue(0, &identity).unwrap();
+        sysfs.set_queue(0, &identity, SystemClock.now()).unwrap();
         let read = |name| fs::read_to_string(queue.join(name)).unwrap();
         assert_eq!(read("scheduler"), "[none] mq-deadline\n");
         assert_eq!(read("rotational"), "0\n");
@@ -419,10 +453,26 @@ mod tests {
     }
 
     #[test]
+    fn a_queue_with_requests_in_flight_is_not_written() {
+        let (_root, sysfs, identity, queue) = queue(&[("read_ahead_kb", "128\n")]);
+        fs::write(queue.join("../inflight"), "1 0\n").unwrap();
+        let error = sysfs.set_queue(0, &identity, SystemClock.now()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::TimedOut);
+        assert_eq!(fs::read_to_string(queue.join("read_ahead_kb")).unwrap(), "128\n");
+        std::thread::scope(|scope| {
+            let soon = SystemClock.now() + Duration::from_secs(10);
+            let setting = scope.spawn(move || sysfs.set_queue(0, &identity, soon));
+            fs::write(queue.join("../inflight"), "0 0\n").unwrap();
+            setting.join().unwrap().unwrap();
+        });
+        assert_eq!(fs::read_to_string(queue.join("read_ahead_kb")).unwrap(), "4096");
+    }
+
+    #[test]
     fn an_attribute_that_cannot_be_written_does_not_keep_the_others() {
         let (_root, sysfs, identity, queue) = queue(&[("read_ahead_kb", "128\n")]);
         fs::create_dir(queue.join("rotational")).unwrap();
-        let error = sysfs.set_queue(0, &identity).unwrap_err();
+        let error = sysfs.set_queue(0, &identity, SystemClock.now()).unwrap_err();
         assert!(error.to_string().contains("rotational"), "{error}");
         assert_eq!(fs::read_to_string(queue.join("read_ahead_kb")).unwrap(), "4096");
     }

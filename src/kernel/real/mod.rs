@@ -419,11 +419,11 @@ impl Kernel for RealKernel {
 
 impl RealKernel {
     /// Sets the queue of a new device. It works without, only slower, so a failure is logged. On a thread of its
-    /// own, because the kernel lets the write wait for the requests in flight, such as udev's first reads.
+    /// own, because a write waits for requests that began right before it, such as udev's first reads.
     fn set_queue(&self, index: DeviceIndex, identity: Identity) {
         let sysfs = self.sysfs.clone();
         let deadline = SystemClock.now() + QUEUE_TIMEOUT;
-        let call = move || sysfs.set_queue(index, &identity);
+        let call = move || sysfs.set_queue(index, &identity, deadline);
         let set = self.probes.run("set the queue of the device", deadline, call, drop);
         if let Err(error) = set.and_then(|set| set) {
             tracing::warn!(
