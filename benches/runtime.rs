@@ -1,6 +1,8 @@
-//! `cargo bench --bench runtime`: compares raw io_uring with tokio-uring. Two servers with the same
-//! structure (one receive, parse all requests, copy the replies into one buffer, one send) differ only in
-//! the library that drives the ring. The third server is the complete data path of `cleat serve`.
+//! `cargo bench --bench runtime`: compares raw io_uring with tokio-uring, first with a volume in memory, then with a
+//! file in the page cache. Two servers with the same structure (one receive, parse all requests, read them from the
+//! file at the same time, copy the replies into one buffer, one send) differ only in the library that drives the
+//! ring. The third server is the complete data path of `cleat serve`. The file is in the directory for temporary files
+//! (`TMPDIR`).
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -13,37 +15,62 @@
 
 mod common;
 
+use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 use cleat_sys::buffer::Buffer;
-use cleat_sys::ring::{Ring, Token};
+use cleat_sys::ring::{Completion, FileSlot, Ring, Token};
 use cleat_sys::send_list::SendList;
+use common::client::UNIT;
 use common::{Server, compare};
+use futures::future::join_all;
 use test_kit::nbd::wire::{READ, REQUEST_LEN, Request, encode_reply};
 
 const SIZE: usize = 256 << 20;
 const INPUT: usize = 2 << 20;
 
+/// The token of the first read of a batch.
+const FIRST_READ: u64 = 16;
+
+/// The highest depth that is measured, and so the most reads in a batch.
+const MOST_READS: u32 = 128;
+
 fn main() {
     let arguments: Vec<String> = std::env::args().collect();
-    match arguments.get(1).map(String::as_str) {
-        Some("serve-raw") => return serve_raw(Path::new(&arguments[2])),
-        Some("serve-tokio") => return serve_tokio(Path::new(&arguments[2])),
-        _ => {}
+    let server = arguments.get(1).map(String::as_str);
+    if let Some(mode @ ("serve-raw" | "serve-tokio")) = server {
+        let mut volume = Volume::open(arguments.get(3).map(Path::new));
+        return match mode {
+            "serve-raw" => serve_raw(Path::new(&arguments[2]), &mut volume),
+            _ => serve_tokio(Path::new(&arguments[2]), &mut volume),
+        };
     }
     let dir = tempfile::tempdir().unwrap();
+    measure(&dir.path().join("memory"), None);
+    measure(&dir.path().join("file"), Some(&dir.path().join("volume")));
+}
+
+/// Measures the three servers, with their sockets in `dir`, which is created; with `file` as the volume, or with memory.
+fn measure(dir: &Path, file: Option<&Path>) {
+    std::fs::create_dir(dir).unwrap();
+    if let Some(file) = file {
+        File::create(file).unwrap().set_len(SIZE as u64).unwrap();
+    }
     let start = |mode: &str| {
-        let socket = dir.path().join(mode);
+        let socket = dir.join(mode);
         let this = std::env::current_exe().unwrap();
-        (Server::Child(Command::new(this).arg(mode).arg(&socket).spawn().unwrap()), socket)
+        let child = Command::new(this).arg(mode).arg(&socket).args(file).spawn().unwrap();
+        (Server::Child(child), socket)
     };
     let ((raw, raw_socket), (tokio, tokio_socket)) = (start("serve-raw"), start("serve-tokio"));
-    let whole_socket = dir.path().join("whole");
+    let whole_socket = dir.join("whole");
+    let spec = file.map_or("mem:256M".to_owned(), |file| format!("file:{}", file.display()));
     let whole = Command::new(env!("CARGO_BIN_EXE_cleat"))
-        .args(["serve", "mem:256M", "--socket"])
+        .args(["serve", &spec, "--socket"])
         .arg(&whole_socket)
         .stdout(Stdio::null())
         .spawn()
@@ -54,32 +81,74 @@ fn main() {
         ("tokio-uring", &tokio, &*tokio_socket),
         ("cleat serve", &whole, &*whole_socket),
     ];
-    compare(&servers, &[1, 32, 128]);
+    println!("{spec}");
+    compare(&servers, &[1, 32, MOST_READS as usize]);
 }
 
-/// Executes all complete requests in `input` and passes the replies to `put`. Returns the number of bytes
-/// that were consumed.
-fn answer(memory: &mut [u8], input: &[u8], mut put: impl FnMut(&[u8])) -> usize {
-    let mut pos = 0;
-    while let Some(header) = input[pos..].first_chunk::<REQUEST_LEN>() {
-        let header = Request::parse(header);
-        let range = header.offset as usize..header.offset as usize + header.length as usize;
-        let reply = encode_reply(header.cookie, 0);
-        if header.command == READ {
-            put(&reply);
-            put(&memory[range]);
-        } else {
-            let Some(payload) = input.get(pos + REQUEST_LEN..pos + REQUEST_LEN + range.len())
-            else {
-                break;
-            };
-            memory[range.clone()].copy_from_slice(payload);
-            put(&reply);
-            pos += range.len();
+/// What the two small servers serve.
+enum Volume {
+    Memory(Vec<u8>),
+    File(File),
+}
+
+impl Volume {
+    fn open(file: Option<&Path>) -> Self {
+        match file {
+            None => Self::Memory(vec![0; SIZE]),
+            Some(path) => Self::File(File::options().read(true).write(true).open(path).unwrap()),
         }
-        pos += REQUEST_LEN;
     }
-    pos
+
+    /// Parses all complete requests in `input`, and writes the payloads. Returns the requests and the number of bytes
+    /// that were consumed.
+    fn take(&mut self, input: &[u8]) -> (Vec<Request>, usize) {
+        let (mut batch, mut pos) = (Vec::new(), 0);
+        while let Some(header) = input[pos..].first_chunk::<REQUEST_LEN>() {
+            let request = Request::parse(header);
+            let length = request.length as usize;
+            let mut end = pos + REQUEST_LEN;
+            if request.command != READ {
+                let Some(payload) = input.get(end..end + length) else { break };
+                end += length;
+                match self {
+                    Self::Memory(memory) => {
+                        memory[request.offset as usize..][..length].copy_from_slice(payload);
+                    }
+                    Self::File(file) => file.write_all_at(payload, request.offset).unwrap(),
+                }
+            }
+            pos = end;
+            batch.push(request);
+        }
+        (batch, pos)
+    }
+
+    /// Passes the replies to `put`. `pages` has the data of all reads in their order, if the volume is a file.
+    fn answer<'a>(
+        &'a self,
+        batch: &[Request],
+        mut pages: impl Iterator<Item = &'a [u8]>,
+        mut put: impl FnMut(&[u8]),
+    ) {
+        for request in batch {
+            put(&encode_reply(request.cookie, 0));
+            if request.command == READ {
+                put(match self {
+                    Self::Memory(memory) => &memory[request.offset as usize..][..UNIT],
+                    Self::File(_) => pages.next().unwrap(),
+                });
+            }
+        }
+    }
+}
+
+/// The offsets that are to be read from a file.
+fn reads(batch: &[Request]) -> impl Iterator<Item = u64> + '_ {
+    let reads = batch.iter().filter(|request| request.command == READ);
+    reads.map(|request| {
+        assert_eq!(request.length as usize, UNIT);
+        request.offset
+    })
 }
 
 /// Accepts a client and completes the handshake (greeting, EXPORT_NAME and its reply) with blocking calls.
@@ -92,19 +161,17 @@ fn accept(socket: &Path) -> OwnedFd {
     stream.into()
 }
 
-fn serve_raw(socket: &Path) {
+fn serve_raw(socket: &Path, volume: &mut Volume) {
     let stream = accept(socket);
-    let mut ring = Ring::new(8).unwrap();
+    let mut ring = Ring::new(MOST_READS).unwrap();
     let slot = ring.register(stream.as_fd()).unwrap();
-    let mut memory = vec![0; SIZE];
+    let file = match &volume {
+        Volume::Memory(_) => None,
+        Volume::File(file) => Some(ring.register(file.as_fd()).unwrap()),
+    };
     let (mut input, mut end) = (Buffer::zeroed(INPUT), 0);
     let (mut send_list, mut spare) = (Box::new(SendList::new(4)), Some(Buffer::zeroed(INPUT)));
-    let wait = |ring: &mut Ring| loop {
-        if let Some(done) = ring.next() {
-            return done;
-        }
-        ring.submit_and_wait().unwrap();
-    };
+    let mut pages: Vec<Option<Buffer>> = Vec::new();
     loop {
         ring.receive(slot, input, end, false, Token(1)).unwrap();
         let done = wait(&mut ring);
@@ -115,7 +182,12 @@ fn serve_raw(socket: &Path) {
         end += usize::try_from(done.result).unwrap();
         let mut output = spare.take().unwrap();
         output.set_len(0);
-        let taken = answer(&mut memory, &input.payload()[..end], |bytes| {
+        let (batch, taken) = volume.take(&input.payload()[..end]);
+        if let Some(file) = file {
+            read_raw(&mut ring, file, &batch, &mut pages);
+        }
+        let data = pages.iter().map(|page| page.as_ref().unwrap().payload());
+        volume.answer(&batch, data, |bytes| {
             let at = output.len();
             output.set_len(at + bytes.len());
             output.payload_mut()[at..].copy_from_slice(bytes);
@@ -137,12 +209,44 @@ fn serve_raw(socket: &Path) {
     }
 }
 
-fn serve_tokio(socket: &Path) {
+/// Waits for the next completion.
+fn wait(ring: &mut Ring) -> Completion {
+    loop {
+        if let Some(done) = ring.next() {
+            return done;
+        }
+        ring.submit_and_wait().unwrap();
+    }
+}
+
+/// Reads all blocks of the batch at the same time into `pages`.
+fn read_raw(ring: &mut Ring, file: FileSlot, batch: &[Request], pages: &mut Vec<Option<Buffer>>) {
+    let mut started = 0;
+    for (index, offset) in reads(batch).enumerate() {
+        if pages.len() == index {
+            pages.push(Some(Buffer::zeroed(UNIT)));
+        }
+        let page = pages[index].take().unwrap();
+        ring.read(file, page, 0, offset, Token(FIRST_READ + index as u64)).unwrap();
+        started += 1;
+    }
+    for _ in 0..started {
+        let done = wait(ring);
+        assert_eq!(usize::try_from(done.result).unwrap(), UNIT);
+        pages[(done.token.0 - FIRST_READ) as usize] = done.buffer;
+    }
+}
+
+fn serve_tokio(socket: &Path, volume: &mut Volume) {
     let stream = accept(socket);
     tokio_uring::start(async {
         let stream = tokio_uring::net::UnixStream::from_std(stream.into());
-        let mut memory = vec![0; SIZE];
+        let file = match &volume {
+            Volume::Memory(_) => None,
+            Volume::File(file) => Some(tokio_uring::fs::File::from_std(file.try_clone().unwrap())),
+        };
         let (mut input, mut end, mut output) = (vec![0; INPUT], 0, Vec::new());
+        let mut pages = Vec::new();
         loop {
             use tokio_uring::buf::BoundedBuf;
             let (received, slice) = stream.read(input.slice(end..)).await;
@@ -152,7 +256,12 @@ fn serve_tokio(socket: &Path) {
                 Ok(received) => end += received,
             }
             output.clear();
-            let taken = answer(&mut memory, &input[..end], |bytes| output.extend_from_slice(bytes));
+            let (batch, taken) = volume.take(&input[..end]);
+            if let Some(file) = &file {
+                read_tokio(file, &batch, &mut pages).await;
+            }
+            let data = pages.iter().map(Vec::as_slice);
+            volume.answer(&batch, data, |bytes| output.extend_from_slice(bytes));
             input.copy_within(taken..end, 0);
             end -= taken;
             if !output.is_empty() {
@@ -162,4 +271,21 @@ fn serve_tokio(socket: &Path) {
             }
         }
     });
+}
+
+/// Reads all blocks of the batch at the same time into `pages`.
+async fn read_tokio(file: &tokio_uring::fs::File, batch: &[Request], pages: &mut Vec<Vec<u8>>) {
+    let offsets: Vec<u64> = reads(batch).collect();
+    while pages.len() < offsets.len() {
+        pages.push(vec![0; UNIT]);
+    }
+    // The pages of this batch are the first ones; those behind them stay for a larger batch.
+    let mut unused = pages.split_off(offsets.len());
+    let buffers = pages.drain(..).zip(offsets);
+    let done = join_all(buffers.map(|(page, offset)| file.read_at(page, offset))).await;
+    pages.extend(done.into_iter().map(|(result, page)| {
+        assert_eq!(result.unwrap(), UNIT);
+        page
+    }));
+    pages.append(&mut unused);
 }

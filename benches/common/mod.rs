@@ -72,7 +72,7 @@ pub fn compare(servers: &[(&str, &Server, &Path)], depths: &[usize]) {
     let mut clients: Vec<Client> =
         servers.iter().map(|(_, _, socket)| Client::connect(socket)).collect();
     clients.iter_mut().for_each(Client::fill);
-    println!("4 KiB random reads from memory, unix socket, one connection; medians of {rounds}");
+    println!("4 KiB random reads, unix socket, one connection; medians of {rounds}");
     println!(
         "{:>6} {:<14} {:>12} {:>12} {:>7}",
         "depth", "server", "reads/s", "ns CPU/read", "first/"
