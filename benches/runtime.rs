@@ -134,7 +134,9 @@ impl Volume {
             put(&encode_reply(request.cookie, 0));
             if request.command == READ {
                 put(match self {
-                    Self::Memory(memory) => &memory[request.offset as usize..][..UNIT],
+                    Self::Memory(memory) => {
+                        &memory[request.offset as usize..][..request.length as usize]
+                    }
                     Self::File(_) => pages.next().unwrap(),
                 });
             }
