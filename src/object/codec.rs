@@ -35,7 +35,7 @@ mod snapshot;
 #[cfg(test)]
 mod tests;
 
-pub use checkpoint::Checkpoint;
+pub use checkpoint::{Checkpoint, MAX_USAGE_PAGES};
 pub use description::{
     Compression, Description, MAX_LOCATION_BYTES, PAGE_BYTES, Parent, WrappedKey,
 };

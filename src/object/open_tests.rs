@@ -4,9 +4,11 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::codec::Damage;
+use crate::name::Name;
 use crate::store::{Pending, Store, StoreError};
-use crate::tests::{Memory, block_on, create, open, with_volume, yield_once};
-use crate::volume::Config;
+use crate::tests::{Memory, block_on, create, description, open, with_volume, yield_once};
+use crate::volume::{Config, Failure};
 
 /// A store whose reads take a moment.
 #[derive(Default)]
@@ -142,4 +144,14 @@ fn the_header_of_a_full_object_is_read_at_once() {
     // The open record, the object, and the empty slot: while it is read ahead, in its turn, and for the seal.
     let (reads, _) = slow.take(SLOT);
     assert!(reads <= 7, "{reads} reads");
+}
+
+#[test]
+fn a_size_for_which_the_map_has_no_room_is_damage() {
+    let store: Arc<dyn Store> = Arc::new(Memory::default());
+    let bytes = description(1 << 60, 4096).encode();
+    block_on(store.create("desc", &bytes)).unwrap();
+    let refused = open(&store, 10, Config::default()).err();
+    let damage = Damage::Field("size");
+    assert_eq!(refused, Some(Failure::Damaged { name: Name::Description, range: None, damage }));
 }

@@ -7,8 +7,11 @@ use super::snapshot::{MAX_SNAPSHOTS, SNAPSHOT_BYTES, Snapshot};
 use super::{Damage, Identity, Kind, exact, open, prefix, seal};
 use crate::name::Nonce;
 
-/// The maximum number of pages of the index or of the usage.
+/// The maximum number of pages of the index.
 pub(super) const MAX_PAGES: usize = 64 << 10;
+
+/// The maximum number of pages of the usage. Each has up to 1024 slots, of which one at least has data.
+pub const MAX_USAGE_PAGES: usize = 1 << 20;
 
 /// A checkpoint: the volume after all records up to and including the slot in its name.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,6 +35,7 @@ pub struct Checkpoint {
 impl Checkpoint {
     /// Returns the object's bytes.
     pub fn encode(&self) -> Vec<u8> {
+        debug_assert!(self.usage.len() <= MAX_USAGE_PAGES);
         debug_assert!(self.snapshots.len() <= MAX_SNAPSHOTS);
         let form = Form::of(self.index.iter().chain(&self.usage));
         let mut body = Writer::default();
@@ -56,7 +60,7 @@ impl Checkpoint {
         let (nonce, mut body) = open(kind_of(form), identity, bytes)?;
         let (size, next_page) = (body.u64()?, body.u64()?);
         let index = decode_pages(&mut body, MAX_PAGES, form)?;
-        let usage = decode_pages(&mut body, MAX_PAGES, form)?;
+        let usage = decode_pages(&mut body, MAX_USAGE_PAGES, form)?;
         form.check(index.iter().chain(&usage))?;
         let count = body.count(SNAPSHOT_BYTES, MAX_SNAPSHOTS)?;
         let mut snapshots: Vec<Snapshot> = Vec::with_capacity(count);

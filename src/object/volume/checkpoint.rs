@@ -8,7 +8,9 @@ use super::shared::{Patience, Shared, State};
 use super::table::split;
 use super::tasks::{Ahead, Part};
 use super::usage::Chunk;
-use crate::codec::{Checkpoint, Entry, Index, Leaf, MAX_CHILDREN, PageId, Record, Usage};
+use crate::codec::{
+    Checkpoint, Entry, Index, Leaf, MAX_CHILDREN, MAX_USAGE_PAGES, PageId, Record, Usage,
+};
 use crate::name::{Name, Position};
 use crate::rules::{Rule, applies};
 
@@ -153,6 +155,10 @@ impl Shared {
                 snapshots: state.snapshots.table(at),
             }
         };
+        if root.usage.len() > MAX_USAGE_PAGES {
+            // No opener could read the checkpoint.
+            return Err(Failure::Unsupported("data in too many objects"));
+        }
         self.put(Name::Checkpoint(at), &root.encode()).await?;
         let mut state = self.lock();
         let old = state.checkpoints.newest.replace(at).map(Name::Checkpoint);

@@ -68,12 +68,15 @@ impl Place {
         if matches!(pinned, Err(Failure::NoSnapshot)) {
             let access = Access::new(Arc::clone(&new.store), new.volume, description.nonce);
             access.delete(Name::Description).await?;
+            // Nobody pins for this clone any more.
+            self.remove_pin(snapshot, new.volume).await?;
         }
         pinned
     }
 
     /// Keeps a snapshot of this volume for a clone whose description exists. Also continues a creation that was
-    /// interrupted.
+    /// interrupted. The pin stays in any case: a deletion of it could arrive late, and remove the pin of a creation that is
+    /// continued and succeeds.
     ///
     /// # Errors
     /// Returns [`Failure::NoSnapshot`] if the snapshot is being deleted, and another error if the store fails.
@@ -82,7 +85,6 @@ impl Place {
         self.access().create_marker(pin).await?;
         let is_deleted = !self.access().list(&tokens(snapshot), "").await?.is_empty();
         if is_deleted && applies(Rule::LookForToken) {
-            self.access().delete(pin).await?;
             return Err(Failure::NoSnapshot);
         }
         Ok(())
@@ -94,6 +96,14 @@ impl Place {
     /// Returns an error if the store fails.
     pub async fn clones(&self, snapshot: SnapshotId) -> Result<Vec<VolumeId>, Failure> {
         pinned(self.access(), snapshot).await
+    }
+
+    /// Whether any snapshot of this volume has a clone, also if the volume is damaged.
+    ///
+    /// # Errors
+    /// Returns an error if the store fails.
+    pub async fn has_clones(&self) -> Result<bool, Failure> {
+        Ok(!self.access().list("pin/", "").await?.is_empty())
     }
 
     /// What the volume was cloned from; `None` also for a clone that needs it no more.

@@ -9,6 +9,7 @@
 use std::collections::BTreeSet;
 
 use super::access::Failure;
+use super::check::is_defect;
 use super::request::SECTOR_BYTES;
 use super::shared::{Shared, State};
 use super::sweep::Reach;
@@ -45,6 +46,8 @@ struct Memory {
     done: BTreeSet<Position>,
     /// The number of checkpoints at which the next sweep is due.
     sweep_at: u64,
+    /// A sweep of the own epoch has failed because of lost or damaged objects. The next one that is due repeats it.
+    is_left: bool,
     /// A search for sparse objects has found none. The next one is due when the space has reached the first
     /// number, or the number of checkpoints is another one: a search looks at all objects.
     fruitless: Option<(u64, u64)>,
@@ -72,7 +75,7 @@ impl Shared {
             let done = match work {
                 Work::Delete(name) => self.delete(name).await,
                 Work::Relocate(victims) => self.relocate_all(&victims, &mut memory).await,
-                Work::Sweep(reach) => self.sweep_and_merge(reach).await,
+                Work::Sweep(reach) => self.sweep_and_merge(reach, &mut memory).await,
             };
             self.lock().ended();
             match done {
@@ -87,10 +90,14 @@ impl Shared {
     }
 
     /// Deletes what nothing refers to, and merges objects with few pages.
-    async fn sweep_and_merge(&self, reach: Reach) -> Result<(), Failure> {
+    async fn sweep_and_merge(&self, reach: Reach, memory: &mut Memory) -> Result<(), Failure> {
         let swept = self.sweep(reach).await;
-        if swept.is_err() && matches!(reach, Reach::Own(_)) {
-            self.lock().checkpoints.has_orphans = true;
+        if let (Err(failure), Reach::Own(_)) = (&swept, reach) {
+            match is_defect(failure) {
+                // Repeated at once, it would keep the collector from everything else.
+                true => memory.is_left = true,
+                false => self.lock().checkpoints.has_orphans = true,
+            }
         }
         swept?;
         self.merge_pages().await
@@ -113,8 +120,9 @@ impl Shared {
         let is_due = checkpoints.has_orphans || checkpoints.count >= memory.sweep_at;
         if checkpoints.base.is_some() && is_due && !state.snapshots.is_rolled_back() {
             memory.sweep_at = checkpoints.count + self.config.sweep_checkpoints;
-            let is_own =
-                std::mem::take(&mut checkpoints.has_orphans) || !checkpoints.pages.are_known();
+            let has_orphans = std::mem::take(&mut checkpoints.has_orphans);
+            let is_left = std::mem::take(&mut memory.is_left);
+            let is_own = has_orphans || is_left || !checkpoints.pages.are_known();
             return Some(Work::Sweep(match is_own {
                 true => Reach::Own(state.snapshots.confirmed()),
                 false => Reach::Earlier,

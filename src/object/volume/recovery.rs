@@ -5,10 +5,10 @@ use super::access::{Access, Ancestor, Failure};
 use super::check::is_defect;
 use super::opening::{Kept, Opened, SLOTS_AHEAD};
 use super::shared::{Patience, Shared};
-use super::tasks::{Ahead, Part};
-use super::{table, usage};
+use super::tasks::{Ahead, Part, all};
+use super::{Volume, table, usage};
 use crate::codec::{
-    Checkpoint, Description, History, LogObject, PageId, Parent, Slot, Snapshot, Usage,
+    Checkpoint, Damage, Description, History, LogObject, PageId, Parent, Slot, Snapshot, Usage,
 };
 use crate::name::{Name, Position};
 
@@ -80,16 +80,20 @@ pub(super) async fn replay_damaged(
     let (mut checkpoint, mut lost) = (None, Vec::new());
     if let Some(at) = base {
         let found = read_checkpoint(&access, at).await?;
-        for id in found.usage.iter().flatten() {
-            match read_usage(&access, *id).await {
-                Ok(page) => usage.load(*id, &page),
-                Err(failure) if is_defect(&failure) => lost.push(failure),
-                Err(failure) => return Err(failure),
+        let reads = found.usage.iter().flatten().map(|id| usage_page(&access, *id));
+        for (id, page) in all(reads, SLOTS_AHEAD).await? {
+            match page {
+                Ok(page) => usage.load(id, &page),
+                Err(failure) => lost.push(failure),
             }
         }
         checkpoint = Some(found);
     }
     let size = checkpoint.as_ref().map_or(description.size, |checkpoint| checkpoint.size);
+    if Volume::check_size(size, description.page_bytes).is_err() {
+        let name = base.map_or(Name::Description, Name::Checkpoint);
+        return Err(Failure::Damaged { name, range: None, damage: Damage::Field("size") });
+    }
     let root = checkpoint.as_mut().map_or_else(Vec::new, |found| std::mem::take(&mut found.index));
     let leaves = size.div_ceil(description.page_bytes.into());
     let inherited = match (base, &description.parent, access.parent()) {
@@ -123,8 +127,18 @@ pub(super) async fn replay_damaged(
     Ok((shared, lost))
 }
 
-async fn read_usage(access: &Access, id: PageId) -> Result<Usage, Failure> {
-    access.page(id, Usage::decode).await?.ok_or(Failure::Lost(id.object()))
+/// Reads a page of the usage. Returns with its name why it is lost or damaged.
+fn usage_page(
+    access: &Access,
+    id: PageId,
+) -> Part<'_, Result<(PageId, Result<Usage, Failure>), Failure>> {
+    Box::pin(async move {
+        let found = access.page(id, Usage::decode).await;
+        match found.and_then(|page| page.ok_or(Failure::Lost(id.object()))) {
+            Err(failure) if !is_defect(&failure) => Err(failure),
+            page => Ok((id, page)),
+        }
+    })
 }
 
 /// The slots above the checkpoint from which a history starts.

@@ -118,7 +118,7 @@ pub(super) struct Garbage {
 struct Superseded {
     /// Objects that can be deleted.
     objects: Vec<Name>,
-    /// Objects with pages of which it does not need one. A sweep must find out whether it needs another one.
+    /// Objects of which something else may need a part. A sweep must find out whether that is so.
     parts: BTreeSet<Name>,
 }
 
@@ -145,7 +145,7 @@ impl Garbage {
         }
     }
 
-    /// The next checkpoint does not need a page of the object. Must be called as [`Garbage::supersede`].
+    /// The next checkpoint does not need a part of the object, or a snapshot needs it. Must be called as [`Garbage::supersede`].
     fn supersede_part(&mut self, object: Name) {
         if self.is_full() {
             self.leaves_pages = true;
@@ -200,10 +200,15 @@ impl Garbage {
 
 impl State {
     /// Takes pages and checkpoints that the checkpoint at `at` does not need. Those that a snapshot needs are found
-    /// after its deletion.
+    /// after its deletion; until then the base that is confirmed may need them, too, because of a roll-back.
     pub(super) fn supersede(&mut self, names: impl IntoIterator<Item = Name>, at: Position) {
         let Self { garbage, snapshots, .. } = self;
-        garbage.supersede(names.into_iter().filter(|name| !snapshots.keep(*name, at)));
+        for name in names {
+            match snapshots.keep(name, at) {
+                true => garbage.supersede_part(name),
+                false => garbage.supersede([name]),
+            }
+        }
     }
 
     /// Takes pages that the checkpoint at `at` does not need.
