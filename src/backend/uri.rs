@@ -250,12 +250,16 @@ impl StoreUri {
         self.spec.connect(claimant, CredentialSet::default())
     }
 
-    /// Opens the store as [`StoreUri::connect`] does, with secrets instead of the content of their files.
+    /// Opens the store as [`StoreUri::connect_as`] does, with secrets instead of the content of their files.
     ///
     /// # Errors
     /// Fails as [`StoreSpec::connect`] does.
-    pub fn connect_with(&self, credentials: CredentialSet) -> Result<Box<dyn Store>> {
-        self.spec.connect(&Claimant::default(), credentials)
+    pub fn connect_with(
+        &self,
+        claimant: &Claimant,
+        credentials: CredentialSet,
+    ) -> Result<Box<dyn Store>> {
+        self.spec.connect(claimant, credentials)
     }
 
     /// Returns this store, accessed with the options of `other` where this one has no options itself.

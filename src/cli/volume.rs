@@ -120,10 +120,20 @@ struct TakeOverArgs {
 }
 
 impl TakeOverArgs {
-    /// Connects to the store with the identity of this process on this node.
+    /// Connects to the store as [`connect`] does.
     fn store(&self, place: &StoreUri) -> Result<Box<dyn Store>> {
-        place.connect_as(&Claimant::alone(&Config::load(None)?.node_name, self.take_over)?)
+        connect_as(place, self.take_over)
     }
+}
+
+/// Connects to the store with the identity of this process on this node, for commands that change a volume. So the claim
+/// that a command has left which was killed does not keep the next one from the volume.
+fn connect(place: &StoreUri) -> Result<Box<dyn Store>> {
+    connect_as(place, false)
+}
+
+fn connect_as(place: &StoreUri, take_over: bool) -> Result<Box<dyn Store>> {
+    place.connect_as(&Claimant::alone(&Config::load(None)?.node_name, take_over)?)
 }
 
 /// Returns a capability that only some stores have.

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use addons::fence as api;
 use api::fence_controller_server::FenceController;
 use cleat_backend::Registry;
+use cleat_backend::claimant::Claimant;
 use cleat_backend::network_fence::{AddressRange, NetworkFenceStore};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_csi_api::addons;
@@ -86,7 +87,7 @@ impl NetworkFence {
         let this = self.clone();
         let work = move || {
             let uri = this.registry.store(&storage.uri(&this.config)?)?;
-            let store = uri.connect_with(storage.secrets.credentials())?;
+            let store = uri.connect_with(&Claimant::default(), storage.secrets.credentials())?;
             let missing = || {
                 let message = format!("clients of {uri} cannot be fenced by their addresses");
                 Error::new(ErrorKind::Unsupported, message)

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::{TakeOverArgs, Tracker, capability, print_change, short, time};
+use super::{TakeOverArgs, Tracker, capability, connect, print_change, short, time};
 use crate::cli::Globals;
 use crate::cli::output::{self, Format};
 use cleat_backend::store::{Layout, Removal, Removed, Source};
@@ -257,7 +257,7 @@ pub(super) fn clone(globals: &Globals, args: Clone) -> Result<()> {
 pub(super) fn flatten(globals: &Globals, args: &Flatten) -> Result<()> {
     let (store, name) = volume_location(&args.uri)?;
     let tracker = Tracker::begin(globals, "flatten", &args.uri)?;
-    let connected = store.connect()?;
+    let connected = connect(&store)?;
     let clones = capability(connected.clones(), &store, "clones")?;
     let changed = tracker.run(|progress| clones.flatten(&name, progress))?;
     print_change(globals, &args.uri, changed, "has no parent")

@@ -1,13 +1,11 @@
 //! `cleat volume fsck` and `scrub`.
 
-use super::{Tracker, capability, short};
+use super::{Tracker, capability, connect, short};
 use crate::cli::output::{self, Format};
 use crate::cli::{Globals, exit};
-use cleat_backend::claimant::Claimant;
 use cleat_backend::store::{Checked, Defect, Refused, Repair, Repaired};
 use cleat_backend::uri::VolumeUri;
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_node::config::Config;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -108,7 +106,7 @@ fn repair(globals: &Globals, uri: &VolumeUri, dry_run: bool) -> Result<u8> {
             .with_repair("omit the @ and what follows it"));
     }
     let tracker = Tracker::begin(globals, "repair", uri)?;
-    let store = place.connect_as(&Claimant::alone(&Config::load(None)?.node_name, false)?)?;
+    let store = connect(&place)?;
     let checks = capability(store.checks(), &place, "check of their content")?;
     let found = tracker.run(|progress| checks.repair(&name, dry_run, progress))?;
     let is_left = !found.checked.defects.is_empty() || !found.refused.is_empty();

@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use serde::Serialize;
 
 use super::change::volume_location;
-use super::{TakeOverArgs, Tracker, capability, print_change, time};
+use super::{TakeOverArgs, Tracker, capability, connect, print_change, time};
 use crate::cli::output::{self, Format, Table};
 use crate::cli::{Globals, size};
 use cleat_backend::store::{self, SnapshotStore, Store};
@@ -150,7 +150,7 @@ pub(super) fn run(globals: &Globals, args: Snapshot) -> Result<()> {
     match args.command {
         Command::Create(Create { uri }) => {
             let (store, name, snapshot) = uri.snapshot_location()?;
-            let connected = store.connect()?;
+            let connected = connect(&store)?;
             // A URI can only name snapshots of backends that copy nothing, so there is no progress to show.
             let mut progress = |_, _| ControlFlow::Continue(());
             let snapshots = snapshots(&*connected, &store)?;
@@ -160,7 +160,7 @@ pub(super) fn run(globals: &Globals, args: Snapshot) -> Result<()> {
         Command::List(List { uri }) => list(globals, &uri),
         Command::Remove(Remove { uri }) => {
             let (store, name, snapshot) = uri.snapshot_location()?;
-            let connected = store.connect()?;
+            let connected = connect(&store)?;
             let changed = snapshots(&*connected, &store)?.remove(&name, &snapshot)?;
             print_change(globals, &uri, changed, "does not exist")
         }

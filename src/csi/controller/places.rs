@@ -5,6 +5,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use cleat_backend::CredentialSet;
+use cleat_backend::claimant::Claimant;
 use cleat_backend::group_snapshot::GroupSnapshotStore;
 use cleat_backend::store::{CloneStore, Info, LabelStore, Removal, Removed, SnapshotStore, Store};
 use cleat_backend::uri::{Encoded, StoreUri};
@@ -226,7 +227,9 @@ impl Controller {
             Place::Object { .. } => CredentialSet::default(),
             Place::File { .. } | Place::Rbd { .. } => secrets.credentials(),
         };
-        let store = self.connections.get(key, || uri.connect_with(credentials))?;
+        // Another client then sees whose claim a change that was interrupted has left.
+        let claimant = Claimant::alone(&self.node, false)?;
+        let store = self.connections.get(key, || uri.connect_with(&claimant, credentials))?;
         Ok(OpenPlace { uri, store })
     }
 
