@@ -18,6 +18,7 @@ use super::places::{Located, OpenPlace, Place, on};
 use super::refused::Answer;
 use super::snapshot_id::SnapshotId;
 use super::volumes::{missing, signed};
+use super::walk::affects_all;
 use crate::secrets::Secrets;
 use crate::volume_id::VolumeId;
 
@@ -205,7 +206,16 @@ pub(crate) fn check_volumes(
                 Ok(snapshots) => snapshots,
                 // The volume was removed since the list was read, or it exists in part.
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
-                Err(error) => return Err(error),
+                Err(error) if affects_all(error.kind()) => return Err(error),
+                // One damaged volume must not keep the others from their snapshots.
+                Err(error) => {
+                    tracing::warn!(
+                        volume = entry.uri,
+                        "its snapshots are unknown: {}",
+                        error.report()
+                    );
+                    continue;
+                }
             };
             if let Some(found) = snapshots.iter().find(|snapshot| conflict(&snapshot.name)) {
                 let message = format!("the snapshot {} exists, of {}", found.name, entry.uri);

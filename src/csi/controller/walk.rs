@@ -44,6 +44,6 @@ pub(crate) fn visit_place(
 }
 
 /// Returns whether an error affects all volumes of a place, each of which would wait for the same timeout.
-fn affects_all(kind: ErrorKind) -> bool {
+pub(crate) fn affects_all(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::TimedOut | ErrorKind::Unavailable | ErrorKind::Fenced)
 }
