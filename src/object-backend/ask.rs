@@ -75,7 +75,7 @@ struct Request {
     change: Change,
 }
 
-#[derive(Serialize, Deserialize)]
+#[derive(Default, Serialize, Deserialize)]
 struct Answer {
     /// Whether anything has changed.
     changed: bool,
@@ -87,22 +87,27 @@ struct Answer {
     /// The snapshots that read from the parent, if the change has failed for that.
     #[serde(default)]
     need_parent: Vec<String>,
+    /// Whether the change has failed because a clone needs the snapshot.
+    #[serde(default)]
+    has_clones: bool,
 }
 
 impl Answer {
     fn refused(reason: String) -> Self {
-        Self { changed: false, error: Some(reason), progress: None, need_parent: Vec::new() }
+        Self { error: Some(reason), ..Self::default() }
     }
 
     fn of(done: std::result::Result<Outcome, Failure>) -> Self {
         match done {
-            Ok(Outcome { changed, progress }) => {
-                Self { changed, error: None, progress, need_parent: Vec::new() }
-            }
+            Ok(Outcome { changed, progress }) => Self { changed, progress, ..Self::default() },
             Err(Failure::NeedParent(snapshots)) => {
-                Self { changed: false, error: None, progress: None, need_parent: snapshots }
+                Self { need_parent: snapshots, ..Self::default() }
             }
-            Err(failure) => Self::refused(failure.to_string()),
+            // Earlier builds read only the text.
+            Err(failure) => Self {
+                has_clones: failure == Failure::HasClones,
+                ..Self::refused(failure.to_string())
+            },
         }
     }
 }
@@ -242,9 +247,12 @@ fn result(bytes: &[u8], shown: &str) -> Result<Outcome> {
         let message = format!("the client of {shown} has given an answer that cannot be read");
         Error::new(ErrorKind::Internal, message).with_source(error)
     })?;
-    let Answer { changed, error, progress, need_parent } = answer;
+    let Answer { changed, error, progress, need_parent, has_clones } = answer;
     if !need_parent.is_empty() {
         return Err(errors::failed(shown, Failure::NeedParent(need_parent)));
+    }
+    if has_clones {
+        return Err(errors::failed(shown, Failure::HasClones));
     }
     match error {
         None => Ok(Outcome { changed, progress }),

@@ -110,7 +110,8 @@ fn incomplete(name: &str) -> Error {
         .with_repair("repeat the command that created or removed it")
 }
 
-fn removed(name: &str) -> Error {
+/// The error for a volume whose removal has begun.
+pub(crate) fn removed(name: &str) -> Error {
     Error::new(ErrorKind::InUse, format!("{name} is being removed")).with_repair(
         "repeat cleat volume remove with --now, which continues; then create the volume again",
     )

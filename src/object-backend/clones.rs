@@ -9,13 +9,14 @@ use cleat_object::codec::{self, Snapshot};
 use cleat_object::name::VolumeId;
 use cleat_object::volume::{NewClone, Place};
 
+use crate::claim::{newest, removed};
 use crate::errors::{no_snapshot, wait};
 use crate::flatten;
 use crate::home::Home;
 use crate::image::identity;
 use crate::labels::VolumeLabels;
 use crate::manage::{ObjectStore, check_compression, check_layout};
-use crate::naming::is_name;
+use crate::naming::is_volume_name;
 use crate::nonce::{key, random};
 use crate::spec::VolumeAt;
 use crate::timeouts::{CALL_TIMEOUT, after};
@@ -45,6 +46,9 @@ impl CloneStore for ObjectStore {
                 return Err(
                     Error::new(ErrorKind::AlreadyExists, message).with_repair("use another name")
                 );
+            }
+            if wait(&clone.shown(), after(CALL_TIMEOUT), newest(&existing))?.is_being_removed() {
+                return Err(removed(&clone.shown()));
             }
             let is_complete = wait(&clone.shown(), after(CALL_TIMEOUT), existing.is_pinned())?;
             check_compression(&clone, &existing, compression)?;
@@ -109,7 +113,7 @@ impl ObjectStore {
     pub(crate) fn remove_pin(&self, place: &Place) -> Result<()> {
         let own = place.description();
         // The description is written by whoever can write to the store.
-        let Some(parent) = own.parent.as_ref().filter(|of| is_name(&of.location)) else {
+        let Some(parent) = own.parent.as_ref().filter(|of| is_volume_name(&of.location)) else {
             return Ok(());
         };
         match self.find_alone(&parent.location)? {

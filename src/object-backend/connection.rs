@@ -53,6 +53,14 @@ pub(crate) trait Connection: Send + Sync {
     /// Returns the error of the home, and `Aborted` if `go_on` has returned false.
     fn remove(&self, name: &str, go_on: &mut dyn FnMut(u64) -> bool) -> Result<()>;
 
+    /// Ends removals of volumes that were interrupted when the volumes were not found any more.
+    ///
+    /// # Errors
+    /// Returns the error of the home.
+    fn finish_removals(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Removes what processes have left that have crashed.
     fn tidy(&self, name: &str);
 

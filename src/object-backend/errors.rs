@@ -76,6 +76,15 @@ pub(crate) fn failed(name: &str, failure: Failure) -> Error {
     Error::new(kind, message).with_source(failure).with_repair(repair)
 }
 
+/// Whether a part of the volume is lost or damaged for ever.
+pub(crate) fn is_damage(failure: &Failure) -> bool {
+    match failure {
+        Failure::Lost(name) => *name != Name::Description,
+        Failure::Damaged { damage, .. } => !matches!(damage, Damage::Features(_)),
+        _ => false,
+    }
+}
+
 /// Returns the kind, the message and the repair for a key file that is missing or wrong.
 fn key_error(name: &str, failure: &Failure) -> (ErrorKind, String, &'static str) {
     match failure {

@@ -20,7 +20,7 @@ use cleat_object::volume::Place;
 use crate::claim::decision::Purpose;
 use crate::claim::record::{self, ADDRESS, Seen, Use};
 use crate::claim::{Attempt, newest};
-use crate::errors::{failed, no_answer, wait};
+use crate::errors::{failed, is_damage, no_answer, wait};
 use crate::executor::block_until;
 use crate::nonce::nonce;
 use crate::spec::VolumeAt;
@@ -105,9 +105,11 @@ pub(crate) fn end(
             Error::new(ErrorKind::Internal, format!("internal: cannot claim {name}: {lost}"))
         })?;
         let ended = place.end_earlier(epoch).await;
-        // Only now nobody can write any more. A removal is not released: nobody may claim the volume then.
+        // Only now nobody can write any more. A removal is not released: nobody may claim the volume then. It needs no
+        // log: a part may be lost, or may have been deleted by a removal that was interrupted.
         let released = match (ended, usage) {
             (Ok(()), Use::Serve | Use::Fence) => place.release(epoch).await,
+            (Err(failure), Use::Remove) if is_damage(&failure) => Ok(()),
             (other, _) => other,
         };
         released.map_err(|failure| failed(name, failure))

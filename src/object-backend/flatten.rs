@@ -199,7 +199,12 @@ mod tests {
             assert_eq!(stopped.kind(), ErrorKind::Aborted, "{}", stopped.report());
         }
         assert_eq!(fixture.pins(), 2);
-        assert!(SnapshotStore::remove(&fixture.store, "v", "s").is_err());
+        let parent = VolumeAt::new(fixture.home.clone(), "v").unwrap();
+        let in_use = || SnapshotStore::remove(&fixture.store, "v", "s").unwrap_err();
+        assert_eq!(in_use().kind(), ErrorKind::InUse);
+        let served = ObjectImage::open(&parent, &options).unwrap();
+        assert_eq!(in_use().kind(), ErrorKind::InUse, "its writer says so");
+        drop(served);
         for (name, left) in [("served", 1), ("idle", 0)] {
             assert!(fixture.flatten(name).unwrap());
             assert_eq!(fixture.pins(), left);

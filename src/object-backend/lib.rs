@@ -36,6 +36,8 @@ mod home;
 mod image;
 mod labels;
 mod manage;
+#[cfg(test)]
+mod management_tests;
 mod naming;
 mod nonce;
 mod parents;

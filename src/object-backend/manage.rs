@@ -19,10 +19,10 @@ use cleat_object::store as objects;
 use cleat_object::volume::{Config, Place, Volume};
 
 use crate::ask::{Change, ask, execute};
-use crate::claim::newest;
 use crate::claim::record::Use;
+use crate::claim::{newest, removed};
 use crate::connection::Connection;
-use crate::errors::{no_snapshot, wait};
+use crate::errors::{is_damage, no_snapshot, wait};
 use crate::executor::block_until;
 use crate::fence::end;
 use crate::home::Home;
@@ -193,14 +193,21 @@ impl Store for ObjectStore {
     fn create(&self, name: &str, size: u64, layout: &Layout) -> Result<bool> {
         let compression = check_layout(layout)?;
         if let Some((volume, place)) = self.find(name)? {
+            let shown = volume.shown();
+            if wait(&shown, after(CALL_TIMEOUT), newest(&place))?.is_being_removed() {
+                return Err(removed(&shown));
+            }
+            // An earlier call may have ended before it has checked the store.
+            let store = self.connection.store(name)?;
+            check_conditional(&*store, &shown, place.description())?;
             let now = Self::view(&volume, &place)?.size();
             if now == size {
                 check_compression(&volume, &place, compression)?;
                 self.check_labels(name, &place, &layout.labels)?;
                 return Ok(false);
             }
-            let (now, size, name) = (Size(now), Size(size), volume.shown());
-            let message = format!("{name} exists with a size of {now}, not {size}");
+            let (now, size) = (Size(now), Size(size));
+            let message = format!("{shown} exists with a size of {now}, not {size}");
             return Err(Error::new(ErrorKind::AlreadyExists, message)
                 .with_repair("use another name, or the present size"));
         }
@@ -226,6 +233,7 @@ impl Store for ObjectStore {
     fn remove(&self, name: &str, how: Removal, progress: Progress<'_>) -> Result<Removed> {
         let nothing = Removed { changed: false, trash: None };
         let Some((volume, alone)) = self.find_alone(name)? else {
+            self.connection.finish_removals()?;
             return Ok(nothing);
         };
         if how != Removal::Now {
@@ -239,12 +247,7 @@ impl Store for ObjectStore {
         if !wait(&shown, after(CALL_TIMEOUT), newest(&alone))?.is_being_removed()
             && let Some((_, place)) = self.find(name)?
         {
-            let snapshots = Self::view(&volume, &place)?.snapshots().len();
-            if snapshots > 0 {
-                let message = format!("{shown} has {snapshots} snapshots");
-                return Err(Error::new(ErrorKind::InUse, message)
-                    .with_repair("remove them first: cleat volume snapshot ls shows them"));
-            }
+            check_unneeded(&shown, &place)?;
         }
         end(&alone, &shown, &self.claimant, Use::Remove, None, after(CALL_TIMEOUT))?;
         // Nobody can open it any more, so it does not need its parent.
@@ -284,6 +287,10 @@ impl Store for ObjectStore {
         let (volume, place) = self.existing(name)?;
         let shown = volume.shown();
         let seen = wait(&shown, after(CALL_TIMEOUT), newest(&place))?;
+        if seen.is_being_removed() {
+            let error = Error::new(ErrorKind::NotFound, format!("{shown} is being removed"));
+            return Err(error.with_repair("cleat volume remove with --now ends the removal"));
+        }
         let labels = self.labels_of(name, &place)?;
         let view = Self::view(&volume, &place)?;
         let snapshots = view.snapshots();
@@ -363,6 +370,33 @@ impl LabelStore for ObjectStore {
         let (_, place) = self.existing(name)?;
         self.with_labels(name, &place, |labels| labels.set(changes))
     }
+}
+
+/// Checks that nothing needs a volume that is to be removed. If its snapshots cannot be read because it is damaged, only
+/// those with clones are needed.
+///
+/// # Errors
+/// Returns `InUse` if a snapshot or a clone exists.
+fn check_unneeded(shown: &str, place: &Place) -> Result<()> {
+    let snapshots = wait(shown, after(CALL_TIMEOUT), async {
+        match place.view(Config::default()).await {
+            Ok(view) => Ok(Some(view.snapshots().len())),
+            Err(failure) if is_damage(&failure) => Ok(None),
+            Err(failure) => Err(failure),
+        }
+    })?;
+    let message = match snapshots {
+        Some(0) => return Ok(()),
+        Some(count) => format!("{shown} has {count} snapshots"),
+        None if wait(shown, after(CALL_TIMEOUT), place.has_clones())? => {
+            let message = format!("{shown} is damaged, and has clones that need it");
+            return Err(Error::new(ErrorKind::InUse, message)
+                .with_repair("flatten them first, or remove them: cleat volume flatten"));
+        }
+        None => return Ok(()),
+    };
+    Err(Error::new(ErrorKind::InUse, message)
+        .with_repair("remove them first: cleat volume snapshot ls shows them"))
 }
 
 /// Checks that a new volume is to have no layout but labels and a compression. Returns the compression, if the layout

@@ -10,10 +10,15 @@ pub(crate) const KEY_FILE: &str = "key_file";
 /// The maximum length of a volume's name, in bytes.
 pub(crate) const MAX_NAME: usize = 200;
 
-/// Whether a volume may have the name.
+/// Whether a part of a key may have the name.
 pub(crate) fn is_name(name: &str) -> bool {
     let begins_well = name.starts_with(char::is_alphanumeric);
     begins_well && name.len() <= MAX_NAME && !name.contains(|c: char| c == '/' || c.is_control())
+}
+
+/// Whether a volume or a snapshot may have the name. What follows an @ in a URI is a snapshot.
+pub(crate) fn is_volume_name(name: &str) -> bool {
+    is_name(name) && !name.contains('@')
 }
 
 /// Whether an object below the prefix of a volume belongs to the volume.
@@ -29,7 +34,7 @@ pub(crate) fn is_object(name: &str) -> bool {
 /// # Errors
 /// Returns `InvalidArgument` for a name that a snapshot cannot have.
 pub(crate) fn check_name(snapshot: &str) -> Result<()> {
-    if is_name(snapshot) && !snapshot.contains('@') {
+    if is_volume_name(snapshot) {
         return Ok(());
     }
     let message = format!("{:?} cannot be the name of a snapshot", shown(snapshot));

@@ -9,7 +9,7 @@ use cleat_object::store::{Store, StoreError};
 use cleat_object::volume::{Failure, Parents, Place};
 
 use crate::connection::Connection;
-use crate::naming::is_name;
+use crate::naming::is_volume_name;
 
 /// The volumes of a home.
 struct InHome<'a>(&'a dyn Connection);
@@ -17,7 +17,7 @@ struct InHome<'a>(&'a dyn Connection);
 impl Parents for InHome<'_> {
     fn store(&self, location: &str) -> Result<Arc<dyn Store>, StoreError> {
         // The description is written by whoever can write to the store.
-        if !is_name(location) {
+        if !is_volume_name(location) {
             return Err(StoreError::Refused("the description names no parent".to_owned()));
         }
         self.0.store(location).map_err(|error| match error.kind() {

@@ -4,7 +4,7 @@ use cleat_backend::uri::{Encoded, Options, decode, invalid, shown};
 use cleat_core::error::Result;
 
 use crate::home::Home;
-use crate::naming::{MAX_NAME, check_name, is_name};
+use crate::naming::{MAX_NAME, check_name, is_volume_name};
 
 /// A volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,7 +23,7 @@ impl VolumeAt {
     /// # Errors
     /// Returns `InvalidArgument` for a name that a volume cannot have.
     pub(crate) fn new(home: Home, name: &str) -> Result<Self> {
-        if !is_name(name) || name.contains('@') {
+        if !is_volume_name(name) {
             return Err(invalid(format!("{:?} cannot be the name of a volume", shown(name)))
                 .with_repair(format!(
                     "names have 1 to {MAX_NAME} bytes, begin with a letter or digit, and have no /, \

@@ -1,5 +1,6 @@
 //! A volume that is opened for a single change of a command.
 
+use std::cell::Cell;
 use std::time::Duration;
 
 use cleat_backend::claimant::Claimant;
@@ -12,7 +13,7 @@ use crate::claim::decision::Purpose;
 use crate::claim::record::Use;
 use crate::errors::{failed, no_answer};
 use crate::executor::{Executor, block_until};
-use crate::timeouts::{CALL_TIMEOUT, after};
+use crate::timeouts::{CALL_TIMEOUT, DROP_TIMEOUT, after};
 
 /// Claims the volume `shown`, opens it, runs `change` and releases the claim.
 ///
@@ -44,9 +45,11 @@ where
     let attempt = Attempt { place, name: shown, claimant, purpose, usage, only: None, clock };
     let executor = Executor::start("object-change")
         .map_err(|error| Error::from_io("cannot start a thread", error))?;
+    let claimed = Cell::new(None);
     let changed = block_until(after(timeout), async {
         let lost = |lost| Error::new(ErrorKind::Aborted, format!("cannot claim {shown}: {lost}"));
         let epoch = attempt.acquire().await?.map_err(lost)?;
+        claimed.set(Some(epoch));
         let opened = place.open(epoch, Config::default()).await;
         let changed = match opened {
             Ok(volume) => {
@@ -64,5 +67,13 @@ where
         let released = place.release(epoch).await;
         changed.and_then(|changed| released.map(|()| changed)).map_err(|f| failed(shown, f))
     });
-    changed.unwrap_or_else(|| Err(no_answer(shown)))
+    changed.unwrap_or_else(|| {
+        // Nothing is written after that, and whoever opens the volume next ends the log of this epoch.
+        drop(executor);
+        if let Some(epoch) = claimed.get() {
+            // If that fails, too, the claim stays, and says whose it is.
+            let _ = block_until(after(DROP_TIMEOUT), place.release(epoch));
+        }
+        Err(no_answer(shown))
+    })
 }

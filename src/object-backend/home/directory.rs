@@ -27,7 +27,7 @@ use cleat_object::store::directory::{Directory, remove_temporary};
 
 use crate::collector::{COLLECT_RATE, Collector, MAX_SPACE};
 use crate::connection::{Access, Connection};
-use crate::naming::{KEY_FILE, is_name};
+use crate::naming::{KEY_FILE, is_volume_name};
 use crate::nonce::{self, token};
 
 pub(crate) const SCHEME: &str = "dir";
@@ -114,7 +114,7 @@ impl Local {
         while paths.len() < MAX_PARENTS
             && let Some(own) = description(&objects)
             && let Some(parent) = own.parent
-            && is_name(&parent.location)
+            && is_volume_name(&parent.location)
         {
             objects = self.root(&parent.location).join(OBJECTS);
             let pin = Name::Pin(parent.snapshot.id, own.volume).to_string();
@@ -252,7 +252,7 @@ impl Connection for Local {
                 return Err(invalid(format!("{shown} has more than {MAX_ENTRIES} entries")));
             }
             let Ok(name) = entry.file_name().into_string() else { continue };
-            let is_next = after.is_none_or(|after| &*name > after) && is_name(&name);
+            let is_next = after.is_none_or(|after| &*name > after) && is_volume_name(&name);
             if is_next && entry.path().join(OBJECTS).join("desc").is_file() {
                 names.push(name);
             }
@@ -271,7 +271,16 @@ impl Connection for Local {
             Err(error) if error.kind() != Io::NotFound => return Err(failed(error)),
             _ => {}
         }
-        self.remove_renamed().map_err(failed)
+        self.finish_removals()
+    }
+
+    fn finish_removals(&self) -> Result<()> {
+        match self.remove_renamed() {
+            Err(error) if error.kind() != Io::NotFound => {
+                Err(self.failed("remove a volume", error))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn tidy(&self, name: &str) {

@@ -58,8 +58,11 @@ impl Serving {
         let opened = opened
             .map_or_else(|| Err(no_answer(name)), |opened| opened.map_err(|f| failed(name, f)));
         let volume = opened.inspect_err(|_| {
-            // Nothing was written. Without this, another node would need --take-over.
-            let _ = block_until(deadline, place.release(epoch));
+            // Nothing was written. Without this, another node would need --take-over, which is right only if an earlier
+            // process has acknowledged writes that only the tail file has.
+            if !(claimant.resumes && keep.is_some()) {
+                let _ = block_until(deadline, place.release(epoch));
+            }
         })?;
         shared.set_volume(Some(volume.clone()));
         let tasks = [

@@ -14,6 +14,7 @@ use tokio::sync::Semaphore;
 use cleat_backend::CredentialSet;
 use cleat_backend::connector::Connector;
 use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_object::name::Name;
 use cleat_object::store::pool::BackOff;
 use cleat_object::store::{Pending, Store, StoreError};
 
@@ -25,7 +26,7 @@ use super::rejection::{classify, is_behind_the_end};
 use crate::cache::hash_of;
 use crate::connection::Connection;
 use crate::executor::block_until;
-use crate::naming::{is_name, is_object};
+use crate::naming::{is_object, is_volume_name};
 use crate::timeouts::{CALL_TIMEOUT, after};
 
 /// The reads that a client has in flight.
@@ -180,9 +181,9 @@ impl RemoteHome {
     }
 
     /// Repeats a call while its result is not clear. Blocks.
-    fn repeat<T>(
+    fn repeat<'a, T>(
         &self,
-        mut call: impl FnMut() -> Pending<'static, Result<T, StoreError>>,
+        mut call: impl FnMut() -> Pending<'a, Result<T, StoreError>>,
     ) -> Result<T> {
         let mut attempt = 1;
         loop {
@@ -206,23 +207,26 @@ impl RemoteHome {
         Error::new(kind, format!("cannot access {shown}")).with_source(error)
     }
 
-    /// Returns all keys of a volume. Other objects below its prefix, as those of another volume, are not its own.
-    fn keys(&self, prefix: &str) -> Result<Vec<String>> {
-        let keys: Vec<String> = self.repeat(|| {
-            let prefix = prefix.to_owned();
-            self.0.run(|client| async move {
-                let found = client.list(Some(&Path::parse(&prefix)?));
-                found.map_ok(|object| object.location.into()).try_collect().await
-            })
-        })?;
-        let is_own = |key: &String| key.strip_prefix(prefix).is_some_and(is_object);
-        Ok(keys.into_iter().filter(is_own).collect())
+    fn objects(&self, name: &str) -> RemoteStore {
+        RemoteStore { caller: Arc::clone(&self.0), prefix: self.prefix(name) }
+    }
+
+    /// Returns the names of all objects of a volume. Other objects below its prefix, as those of another volume, are not
+    /// its own. Each call lists a part, because a call has a timeout.
+    fn names_of(&self, objects: &RemoteStore) -> Result<Vec<String>> {
+        let (mut own, mut after) = (Vec::new(), String::new());
+        loop {
+            let names = self.repeat(|| objects.list("", &after))?;
+            let Some(last) = names.last() else { return Ok(own) };
+            after.clone_from(last);
+            own.extend(names.into_iter().filter(|name| is_object(name)));
+        }
     }
 }
 
 impl Connection for RemoteHome {
     fn store(&self, name: &str) -> Result<Arc<dyn Store>> {
-        Ok(Arc::new(RemoteStore { caller: Arc::clone(&self.0), prefix: self.prefix(name) }))
+        Ok(Arc::new(self.objects(name)))
     }
 
     /// A prefix need not exist.
@@ -243,7 +247,8 @@ impl Connection for RemoteHome {
         })?;
         let names = found.iter().filter_map(|found| {
             let name = found.strip_prefix(&**prefix)?;
-            (is_name(name) && after.is_none_or(|after| name > after)).then(|| name.to_owned())
+            (is_volume_name(name) && after.is_none_or(|after| name > after))
+                .then(|| name.to_owned())
         });
         let mut names: Vec<String> = names.collect();
         if names.len() > MAX_VOLUMES {
@@ -274,20 +279,21 @@ impl Connection for RemoteHome {
     /// Deletes the description last, and the claims before it in their order, so that a removal that was interrupted
     /// is continued by another one, and no client takes the rest for a volume that was never claimed.
     fn remove(&self, name: &str, go_on: &mut dyn FnMut(u64) -> bool) -> Result<()> {
-        let prefix = self.prefix(name);
-        let [claims, description] = [format!("{prefix}epoch/"), format!("{prefix}desc")];
-        let keys = self.keys(&prefix)?.into_iter().filter(|key| *key != description);
-        let (last, mut order): (Vec<_>, Vec<_>) = keys.partition(|key| key.starts_with(&claims));
+        let (objects, description) = (self.objects(name), Name::Description.to_string());
+        let names = self.names_of(&objects)?.into_iter().filter(|name| *name != description);
+        let (last, mut order): (Vec<_>, Vec<_>) =
+            names.partition(|name| name.starts_with("epoch/"));
         order.extend(last);
         order.push(description);
-        for (key, done) in order.iter().zip(0..) {
+        for (object, done) in order.iter().zip(0..) {
             if !go_on(done) {
+                let shown = self.0.bucket.shown(name);
                 let message =
-                    format!("the removal of {prefix} was stopped: {done} objects are removed");
+                    format!("the removal of {shown} was stopped: {done} objects are removed");
                 return Err(Error::new(ErrorKind::Aborted, message)
                     .with_repair("repeat the command, which continues"));
             }
-            self.repeat(|| self.0.delete(key.clone()))?;
+            self.repeat(|| objects.delete(object))?;
         }
         Ok(())
     }
