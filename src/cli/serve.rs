@@ -1,8 +1,9 @@
 //! `cleat serve`: serves a volume to NBD clients, without a daemon and a device.
 
 use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use clap::builder::PossibleValuesParser;
 
@@ -70,6 +71,10 @@ pub(super) struct Serve {
     #[arg(long, value_name = "LAYER", env = "CLEAT_ALLOW_MISSING", value_delimiter = ',',
           value_parser = PossibleValuesParser::new(layer::ALL))]
     allow_missing: Vec<String>,
+    /// End also when the other end of the standard input is closed, for example with the process that has started the
+    /// server and holds a pipe to it
+    #[arg(long)]
+    end_with_stdin: bool,
     #[command(flatten)]
     policy: PolicyArgs,
 }
@@ -113,6 +118,7 @@ pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
         connections: usize::from(args.connections),
         export_name: args.export_name,
         policy,
+        ends_with: args.end_with_stdin.then(stdin).transpose()?,
     };
     let confine = |confinement: &Confinement| {
         let report = sandbox::confine(&Needs::from(confinement), &isolation)?;
@@ -125,6 +131,11 @@ pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
         // The server also runs if the reader of its output has gone.
         let _ = output::text(&format!("{}\n", uri(address, &options.export_name)));
     })
+}
+
+fn stdin() -> Result<Arc<OwnedFd>> {
+    let stdin = std::io::stdin().as_fd().try_clone_to_owned();
+    stdin.map(Arc::new).map_err(|error| Error::from_io("cannot use the standard input", error))
 }
 
 /// Returns how the server is confined. A server of root becomes a user of its own, whose number is taken until the

@@ -6,7 +6,7 @@
 mod listener;
 mod open;
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -54,9 +54,11 @@ pub struct ServeOptions {
     pub export_name: String,
     /// The outage policy and the rate limits.
     pub policy: Policy,
+    /// A pipe. When its other end is closed, the server ends as after a signal.
+    pub ends_with: Option<Arc<OwnedFd>>,
 }
 
-/// Serves until SIGTERM or SIGINT. `confine` confines this process as the backend allows; it is called while
+/// Serves until SIGTERM or SIGINT, or until the end of [`ServeOptions::ends_with`]. `confine` confines this process as the backend allows; it is called while
 /// this process has one thread. `ready` is called with the address (the port that the system chose included)
 /// once clients can connect.
 ///
@@ -94,7 +96,8 @@ pub fn run(
     }
     tracing::info!(volume = %options.uri, %address, "serving");
     ready(&address);
-    let accepted = accept_until_signal(&listener, &signals, &server, &mut outages);
+    let stops = Stops { signals: &signals, pipe: options.ends_with.as_deref() };
+    let accepted = accept_until_stop(&listener, &stops, &server, &mut outages);
     // Before the connections end: no client can connect to a server that stops.
     drop(listener);
     let ended = accepted.and(server.stop(STOP_LIMIT));
@@ -208,30 +211,59 @@ impl Outages {
     }
 }
 
-fn accept_until_signal(
+/// What ends a server.
+struct Stops<'a> {
+    signals: &'a SignalFd,
+    /// See [`ServeOptions::ends_with`].
+    pipe: Option<&'a OwnedFd>,
+}
+
+impl Stops<'_> {
+    /// What to wait for. A closed pipe is reported without being asked for.
+    fn waiting(&self) -> Vec<PollFd<'_>> {
+        let pipe = self.pipe.map(|pipe| PollFd::new(pipe.as_fd(), PollFlags::empty()));
+        [PollFd::new(self.signals.as_fd(), PollFlags::POLLIN)].into_iter().chain(pipe).collect()
+    }
+
+    /// Whether a signal has arrived, or the pipe is closed.
+    fn take(&self) -> bool {
+        if let Ok(Some(signal)) = self.signals.read_signal() {
+            tracing::info!(signal = signal.ssi_signo, "stopping");
+            return true;
+        }
+        let Some(pipe) = self.pipe else { return false };
+        let mut pipe = [PollFd::new(pipe.as_fd(), PollFlags::empty())];
+        let is_closed = poll(&mut pipe, PollTimeout::ZERO).is_ok_and(|count| count > 0);
+        if is_closed {
+            tracing::info!("stopping: the process that has started the server has ended");
+        }
+        is_closed
+    }
+}
+
+fn accept_until_stop(
     listener: &Listener,
-    signals: &SignalFd,
+    stops: &Stops<'_>,
     server: &Server,
     outages: &mut Outages,
 ) -> Result<()> {
     let failed = |error| Error::from_io("cannot wait for clients", error);
     let [mut refused, mut exhausted] = [(); 2].map(|()| LogLimit::new(MAX_LOG_LINES));
     loop {
-        let mut waiting = [
-            PollFd::new(signals.as_fd(), PollFlags::POLLIN),
-            PollFd::new(listener.as_fd(), PollFlags::POLLIN),
+        let mut waiting = vec![
             PollFd::new(outages.waker.descriptor(), PollFlags::POLLIN),
+            PollFd::new(listener.as_fd(), PollFlags::POLLIN),
         ];
+        waiting.extend(stops.waiting());
         match poll(&mut waiting, PollTimeout::NONE) {
             Ok(_) | Err(nix::errno::Errno::EINTR) => {}
             Err(error) => return Err(failed(error.into())),
         }
-        let woken = waiting[2].any().unwrap_or(true);
+        let woken = waiting[0].any().unwrap_or(true);
         if woken {
             outages.check();
         }
-        if let Ok(Some(signal)) = signals.read_signal() {
-            tracing::info!(signal = signal.ssi_signo, "stopping");
+        if stops.take() {
             return Ok(());
         }
         match listener.accept() {
@@ -246,9 +278,8 @@ fn accept_until_signal(
                 if let Some(unlogged_before) = exhausted.count(server.clock().now()) {
                     tracing::warn!(unlogged_before, "cannot accept: {error}");
                 }
-                // Meanwhile only a signal ends the wait.
-                let mut waiting = [PollFd::new(signals.as_fd(), PollFlags::POLLIN)];
-                let _ = poll(&mut waiting, EXHAUSTED_PAUSE_MS);
+                // Meanwhile only what ends the server ends the wait.
+                let _ = poll(&mut stops.waiting(), EXHAUSTED_PAUSE_MS);
             }
             Err(error) if is_transient(&error) => {}
             Err(error) => return Err(failed(error)),

@@ -223,6 +223,27 @@ fn serving_on_a_network_address_prints_a_warning() {
 }
 
 #[test]
+fn a_server_ends_with_the_process_that_holds_its_input() {
+    let dir = TempDir::new().unwrap();
+    let socket = dir.path().join("s");
+    let mut child = Command::new(CLEAT)
+        .args(["serve", "mem:1M", "--socket", path(&socket), "--end-with-stdin"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut String::new()).unwrap();
+    let mut input = child.stdin.take().unwrap();
+    let mut server = Server { child, uri: String::new() };
+    input.write_all(b"what is sent has no effect").unwrap();
+    UnixStream::connect(&socket).unwrap().read_exact(&mut [0; 18]).unwrap();
+    assert!(server.child.try_wait().unwrap().is_none());
+    drop(input);
+    assert!(server.wait().success());
+    assert!(!socket.exists());
+}
+
+#[test]
 fn an_outage_of_the_backend_is_logged() {
     let dir = TempDir::new().unwrap();
     let socket = dir.path().join("s");

@@ -6,9 +6,12 @@
 mod programs;
 
 use std::fs::{self, File, OpenOptions};
+use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use nix::errno::Errno;
+use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use serde::Serialize;
 
 use self::programs::{ImageInfo, Server, convert, inspect};
@@ -135,9 +138,9 @@ pub(super) fn export(globals: &Globals, args: &Export) -> Result<()> {
     let part = Part::beside(&file)?;
     tracker.run(|progress| {
         let target = ["-O", format.name()];
-        convert(&["-f", "raw"], server.uri(), &target, part.0.as_os_str(), progress)
+        convert(&["-f", "raw"], server.uri(), &target, part.path.as_os_str(), progress)
     })?;
-    let size_bytes = inspect(&part.0, format.name())?.virtual_size;
+    let size_bytes = inspect(&part.path, format.name())?.virtual_size;
     server.stop()?;
     part.complete(&file)?;
     finish(globals, &args.uri, &file, size_bytes)
@@ -222,7 +225,10 @@ fn absolute(file: &Path) -> Result<PathBuf> {
 }
 
 /// A file that is not complete. Without [`Part::complete`] it is removed.
-struct Part(PathBuf);
+struct Part {
+    path: PathBuf,
+    is_complete: bool,
+}
 
 impl Part {
     /// The file beside the one that it becomes, with a name that says so.
@@ -232,36 +238,51 @@ impl Part {
         })?;
         let mut part = name.to_owned();
         part.push(".part");
-        let part = file.with_file_name(part);
+        let path = file.with_file_name(part);
         // Only one export at a time writes the file, and only its owner reads the content of the volume.
         let mut new = OpenOptions::new();
-        let created =
-            new.write(true).create_new(true).mode(0o600).open(&part).map_err(|error| {
-                Error::from_io(format!("cannot create {}", part.display()), error)
-            });
-        created.map(|_| Self(part)).map_err(|error| {
-            let repair = "check the directory; a file with this name is left by an export that was killed, and can be removed";
-            error.with_repair(repair)
-        })
+        match new.write(true).create_new(true).mode(0o600).open(&path) {
+            Ok(_) => Ok(Self { path, is_complete: false }),
+            Err(error) => {
+                let repair = "check the directory; a file with this name is left by an export that was killed, and can be removed";
+                let what = format!("cannot create {}", path.display());
+                Err(Error::from_io(what, error).with_repair(repair))
+            }
+        }
     }
 
-    /// Makes the content durable, and gives the file its name.
-    fn complete(self, file: &Path) -> Result<()> {
-        let synced = File::open(&self.0).and_then(|part| part.sync_all());
-        // A hard link fails if the name was taken meanwhile.
-        let named = synced.and_then(|()| fs::hard_link(&self.0, file));
+    /// Makes the content durable, and gives the file its name. The copy stays if it cannot have this name.
+    fn complete(mut self, file: &Path) -> Result<()> {
+        let failed = |error| Error::from_io(format!("cannot write {}", file.display()), error);
+        File::open(&self.path).and_then(|part| part.sync_all()).map_err(failed)?;
+        self.is_complete = true;
+        rename_to_new(&self.path, file).map_err(|error| {
+            let part = self.path.display();
+            failed(error).with_repair(format!("the complete copy is {part}: give it another name"))
+        })?;
         let directory = file.parent().unwrap_or(Path::new("/"));
-        named
-            .and_then(|()| fs::remove_file(&self.0))
-            .and_then(|()| File::open(directory)?.sync_all())
-            .map_err(|error| Error::from_io(format!("cannot write {}", file.display()), error))
+        File::open(directory).and_then(|directory| directory.sync_all()).map_err(failed)
     }
 }
 
 impl Drop for Part {
     fn drop(&mut self) {
-        // It is gone after it was completed.
-        let _ = fs::remove_file(&self.0);
+        if !self.is_complete {
+            // What cannot be removed is not used by anything.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Gives a file a name that was not taken meanwhile.
+fn rename_to_new(from: &Path, to: &Path) -> io::Result<()> {
+    match renameat2(AT_FDCWD, from, AT_FDCWD, to, RenameFlags::RENAME_NOREPLACE) {
+        // Network file systems, as NFS, do not have this kind of rename, but hard links.
+        Err(Errno::EINVAL) => {
+            fs::hard_link(from, to)?;
+            fs::remove_file(from)
+        }
+        other => other.map_err(io::Error::from),
     }
 }
 
@@ -287,11 +308,26 @@ mod tests {
         assert_eq!(fs::read_dir(directory.path()).expect("a directory").count(), 0);
         let part = Part::beside(&file).expect("the name is free");
         assert!(Part::beside(&file).is_err(), "one export at a time");
-        fs::write(&part.0, "content").expect("a file");
+        fs::write(&part.path, "content").expect("a file");
         part.complete(&file).expect("the name is free");
         assert_eq!(fs::read_to_string(&file).expect("a file"), "content");
         let mode = fs::metadata(&file).expect("a file").permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
         assert_eq!(fs::read_dir(directory.path()).expect("a directory").count(), 1);
+    }
+
+    #[test]
+    fn a_complete_copy_is_kept_if_its_name_is_taken() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = directory.path().join("a");
+        let part = Part::beside(&file).expect("the name is free");
+        let path = part.path.clone();
+        fs::write(&path, "new").expect("a file");
+        fs::write(&file, "other").expect("a file");
+        let error = part.complete(&file).expect_err("the name is taken");
+        assert_eq!(error.kind(), ErrorKind::AlreadyExists);
+        assert!(error.repair().is_some_and(|repair| repair.contains("a.part")), "{error:?}");
+        let content = |path: &Path| fs::read_to_string(path).expect("a file");
+        assert_eq!((content(&file), content(&path)), ("other".to_owned(), "new".to_owned()));
     }
 }

@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::io::{self, BufRead, BufReader, Read};
 use std::ops::ControlFlow;
+use std::os::unix::fs::FileTypeExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -38,10 +39,14 @@ struct Program {
 
 impl Program {
     fn start(command: &mut Command) -> io::Result<Self> {
+        Self::with_input(command, Stdio::null())
+    }
+
+    fn with_input(command: &mut Command, input: Stdio) -> io::Result<Self> {
         // A signal of the terminal goes to this process only, which then ends the program.
         let mut child = command
             .process_group(0)
-            .stdin(Stdio::null())
+            .stdin(input)
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()?;
@@ -99,7 +104,9 @@ impl Server {
         let mut command = Command::new(std::env::current_exe().map_err(failed)?);
         command.args(["serve", &uri.to_string(), "--output", "json", "--connections", "4"]);
         command.args(options).arg("--socket").arg(directory.path().join("nbd"));
-        let mut program = Program::start(&mut command).map_err(failed)?;
+        // If this process is killed, the server releases the volume, and `qemu-img` loses its connection.
+        command.arg("--end-with-stdin");
+        let mut program = Program::with_input(&mut command, Stdio::piped()).map_err(failed)?;
         let mut line = String::new();
         if let Some(output) = program.child.stdout.take() {
             BufReader::new(output).read_line(&mut line).map_err(failed)?;
@@ -183,8 +190,12 @@ struct FormatData {
 /// Returns `InvalidArgument` for a file of another format, and for one that refers to other files: its author could have
 /// chosen files that only this user can read.
 pub(super) fn inspect(file: &Path, format: &str) -> Result<ImageInfo> {
-    if let Err(error) = std::fs::metadata(file) {
-        return Err(Error::from_io(format!("cannot read {}", file.display()), error));
+    let found = std::fs::metadata(file)
+        .map_err(|error| Error::from_io(format!("cannot read {}", file.display()), error))?;
+    if !found.is_file() && !found.file_type().is_block_device() {
+        let message = format!("{} is neither a file nor a block device", file.display());
+        return Err(Error::new(ErrorKind::InvalidArgument, message)
+            .with_repair("copy the content to a file first"));
     }
     let mut command = Command::new("qemu-img");
     command.args(["info", "--output=json", "-f", format]).arg(file);
