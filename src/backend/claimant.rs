@@ -9,6 +9,9 @@ use cleat_sys::process::{is_gone, pid_namespace, started_ticks};
 /// Host names that many machines have, so that they do not identify a node.
 const COMMON_NAMES: [&str; 4] = ["", "localhost", "localhost.localdomain", "(none)"];
 
+/// Begins the mapping of a process without a supervisor.
+const ALONE: &str = "process-";
+
 /// The identity of a process that opens a volume for writing. The default has no identity and takes over
 /// from no other claim.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -44,7 +47,7 @@ impl Claimant {
         let (node, machine, boot_id) = (node_name(node)?, host::machine_id_hash(), boot_id()?);
         let process = ProcessMark::own();
         // Unique during this boot, as the process is.
-        let mark = process.map(|mark| format!("process-{}-{}", mark.pid, mark.started_ticks));
+        let mark = process.map(|mark| format!("{ALONE}{}-{}", mark.pid, mark.started_ticks));
         let mapping_id = mark.unwrap_or_default();
         Ok(Self {
             node,
@@ -56,6 +59,11 @@ impl Claimant {
             process,
             grant: None,
         })
+    }
+
+    /// Whether a mapping is that of a process without a supervisor, as [`Claimant::alone`] makes it.
+    pub fn is_alone(mapping_id: &str) -> bool {
+        mapping_id.starts_with(ALONE)
     }
 }
 

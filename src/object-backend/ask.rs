@@ -217,23 +217,33 @@ pub(crate) fn ask(
     let bytes = serde_json::to_vec(&request).map_err(|error| {
         Error::new(ErrorKind::Internal, "internal: cannot print a request").with_source(error)
     })?;
-    let call = |name: String, bytes: &[u8]| {
-        block_until(deadline, async { store.create(&name, bytes).await })
-            .unwrap_or_else(|| Err(StoreError::Unclear("no answer".into())))
-    };
-    call(request_name(number), &bytes).map_err(failed)?;
     let name = answer_name(number);
+    let (mut is_sent, mut unclear) = (false, None);
     while SystemClock.now() < deadline {
+        if !is_sent {
+            match block_until(deadline, store.create(&request_name(number), &bytes)) {
+                // The number is random, so the request that exists is this one.
+                Some(Ok(()) | Err(StoreError::Exists)) => is_sent = true,
+                Some(Err(error @ StoreError::Unclear(_))) => unclear = Some(error),
+                Some(Err(error)) => return Err(failed(error)),
+                None => {}
+            }
+        }
         match block_until(deadline, store.read(&name, 0..MAX_BYTES as u64)) {
             Some(Ok(bytes)) => {
                 // What stays is deleted by the next writer.
                 let _ = block_until(deadline, store.delete(&name));
                 return result(&bytes, shown);
             }
-            Some(Err(StoreError::NotFound)) | None => {}
+            Some(Err(StoreError::NotFound)) => unclear = None,
+            Some(Err(error @ StoreError::Unclear(_))) => unclear = Some(error),
             Some(Err(error)) => return Err(failed(error)),
+            None => {}
         }
         let _ = block_until(deadline, store.back_off(LOOKS));
+    }
+    if let Some(error) = unclear {
+        return Err(failed(error));
     }
     let _ = block_until(SystemClock.now() + PAUSE, store.delete(&request_name(number)));
     let message = format!("{shown} is in use, and its client has not answered");

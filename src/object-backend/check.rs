@@ -76,14 +76,14 @@ impl Checker<'_> {
     /// Checks the volume, or a snapshot of it.
     fn content(&mut self, snapshot: Option<&Snapshot>, progress: Progress<'_>) -> Result<()> {
         let mut view = self.look(snapshot)?;
-        let (mut check, mut looks, before) = (Check::new(self.depth), 0, self.found.defects.len());
-        let mut number = 0;
+        let (mut check, before) = (Check::new(self.depth), self.found.defects.len());
+        let (mut number, mut looks, mut is_one_view) = (0, 0, true);
         while number < view.map_pages() && self.found.defects.len() < Checked::MAX_DEFECTS {
             let page = check.page(&view, number);
             let defects = wait(&self.volume.shown(), after(CALL_TIMEOUT), page)?;
             let is_lost = defects.iter().any(|found| matches!(found.failure, Failure::Lost(_)));
             if is_lost && looks < MAX_LOOKS && self.is_in_use()? {
-                (view, looks) = (self.look(snapshot)?, looks + 1);
+                (view, looks, is_one_view) = (self.look(snapshot)?, looks + 1, false);
                 continue;
             }
             for defect in defects {
@@ -93,7 +93,7 @@ impl Checker<'_> {
                 };
                 self.add(snapshot, Some(range), defect.failure.to_string());
             }
-            (number, self.done) = (number + 1, self.done + 1);
+            (number, looks, self.done) = (number + 1, 0, self.done + 1);
             if progress(self.done, self.total).is_break() {
                 let message = format!("the check of {} was interrupted", self.volume.shown());
                 return Err(Error::new(ErrorKind::Aborted, message));
@@ -101,7 +101,7 @@ impl Checker<'_> {
         }
         self.found.objects += check.objects();
         self.found.snapshots += usize::from(snapshot.is_some());
-        if snapshot.is_none() && looks == 0 && self.found.defects.len() == before {
+        if snapshot.is_none() && is_one_view && self.found.defects.len() == before {
             for usage in check.wrong_usage(&view) {
                 let problem = format!(
                     "{}: the map needs {} bytes of it, and the accounting says {}",

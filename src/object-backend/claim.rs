@@ -85,6 +85,13 @@ impl Attempt<'_> {
             return Err(incomplete(self.name));
         }
         let seen = newest(self.place).await.map_err(failed)?;
+        // A clone that was used once has what it needs, whatever happens to the snapshot.
+        if self.usage == Use::Serve
+            && seen.epoch == 0
+            && self.place.is_snapshot_deleted().await.map_err(failed)?
+        {
+            return Err(incomplete(self.name));
+        }
         if self.usage != Use::Remove && seen.is_being_removed() {
             return Err(removed(self.name));
         }
@@ -104,7 +111,7 @@ impl Attempt<'_> {
     }
 }
 
-fn incomplete(name: &str) -> Error {
+pub(crate) fn incomplete(name: &str) -> Error {
     let message = format!("the creation of the clone {name}, or its removal, was interrupted");
     Error::new(ErrorKind::Unavailable, message)
         .with_repair("repeat the command that created or removed it")

@@ -98,7 +98,7 @@ pub(crate) fn end(
     only: Option<&[u64]>,
     deadline: Instant,
 ) -> Result<()> {
-    let purpose = Purpose::Open;
+    let purpose = if usage == Use::Remove { Purpose::Change } else { Purpose::Open };
     let attempt = Attempt { place, name, claimant, purpose, usage, only, clock: &SystemClock };
     let ended = block_until(deadline, async {
         let epoch = attempt.acquire().await?.map_err(|lost| {

@@ -20,7 +20,7 @@ use cleat_object::volume::{Config, Place, Volume};
 
 use crate::ask::{Change, ask, execute};
 use crate::claim::record::Use;
-use crate::claim::{newest, removed};
+use crate::claim::{incomplete, newest, removed};
 use crate::connection::Connection;
 use crate::errors::{is_damage, no_snapshot, wait};
 use crate::executor::block_until;
@@ -197,7 +197,7 @@ impl Store for ObjectStore {
             if wait(&shown, after(CALL_TIMEOUT), newest(&place))?.is_being_removed() {
                 return Err(removed(&shown));
             }
-            // An earlier call may have ended before it has checked the store.
+            // An earlier call may have been killed before it has checked the store.
             let store = self.connection.store(name)?;
             check_conditional(&*store, &shown, place.description())?;
             let now = Self::view(&volume, &place)?.size();
@@ -227,7 +227,12 @@ impl Store for ObjectStore {
         labels.set(&layout.labels)?;
         let created = Volume::create(Arc::clone(&store), &description);
         wait(&shown, after(CALL_TIMEOUT), created)?;
-        check_conditional(&*store, &shown, &description).map(|()| true)
+        if let Err(error) = check_conditional(&*store, &shown, &description) {
+            // Otherwise a call that is repeated would find a volume.
+            self.connection.remove(name, &mut |_| true)?;
+            return Err(error);
+        }
+        Ok(true)
     }
 
     fn remove(&self, name: &str, how: Removal, progress: Progress<'_>) -> Result<Removed> {
@@ -290,6 +295,11 @@ impl Store for ObjectStore {
         if seen.is_being_removed() {
             let error = Error::new(ErrorKind::NotFound, format!("{shown} is being removed"));
             return Err(error.with_repair("cleat volume remove with --now ends the removal"));
+        }
+        if !wait(&shown, after(CALL_TIMEOUT), place.is_pinned())? {
+            let error = incomplete(&shown);
+            return Err(Error::new(ErrorKind::NotFound, error.message())
+                .with_repair("repeat the command that created or removed it"));
         }
         let labels = self.labels_of(name, &place)?;
         let view = Self::view(&volume, &place)?;
@@ -458,7 +468,7 @@ fn check_size(shown: &str, size: u64) -> Result<()> {
 /// it.
 ///
 /// # Errors
-/// Returns `Unsupported` if the store has created the description again, which it keeps then.
+/// Returns `Unsupported` if the store has created the description again.
 fn check_conditional(
     store: &dyn objects::Store,
     name: &str,
@@ -472,7 +482,7 @@ fn check_conditional(
                 "{name} cannot be used: its store creates objects again that exist (it ignores If-None-Match)"
             );
             Err(Error::new(ErrorKind::Unsupported, message)
-                .with_repair("use a store with conditional puts, then remove the volume here"))
+                .with_repair("use a store with conditional puts (If-None-Match)"))
         }
         // Without an answer nothing is known; the store fails then anyway.
         _ => Ok(()),

@@ -235,5 +235,5 @@ fn a_store_that_replaces_objects_is_refused_also_when_the_creation_is_repeated()
     for _ in 0..2 {
         assert_eq!(fixture.create("w"), Err(ErrorKind::Unsupported));
     }
-    assert_eq!(fixture.remove("w"), Ok(true));
+    assert_eq!(fixture.remove("w"), Ok(false), "nothing is left");
 }

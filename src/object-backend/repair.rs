@@ -34,7 +34,7 @@ pub(crate) fn repair(
     let (volume, place) = store.existing(name)?;
     let shown = volume.shown();
     place.check_key().map_err(|failure| failed(&shown, failure))?;
-    let (claimant, purpose, usage) = (&store.claimant, Purpose::Open, Use::Serve);
+    let (claimant, purpose, usage) = (&store.claimant, Purpose::Change, Use::Serve);
     let (place, name_shown, clock) = (&place, &*shown, &SystemClock);
     let attempt = Attempt { place, name: name_shown, claimant, purpose, usage, only: None, clock };
     let admitted = block_until(after(CALL_TIMEOUT), attempt.check());

@@ -41,7 +41,7 @@ where
     F: Future<Output = std::result::Result<T, Failure>>,
 {
     place.check_key().map_err(|failure| failed(shown, failure))?;
-    let (purpose, usage, clock) = (Purpose::Open, Use::Serve, &SystemClock);
+    let (purpose, usage, clock) = (Purpose::Change, Use::Serve, &SystemClock);
     let attempt = Attempt { place, name: shown, claimant, purpose, usage, only: None, clock };
     let executor = Executor::start("object-change")
         .map_err(|error| Error::from_io("cannot start a thread", error))?;

@@ -14,8 +14,10 @@ use super::record::{Client, Seen};
 /// The purpose of a claim attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// Opening the volume.
+    /// Opening the volume, or ending its log.
     Open,
+    /// A single change of a command, or the removal of the volume.
+    Change,
     /// A handover: the previous process has released its claim for this client, so no client may be fenced.
     Handover,
 }
@@ -80,7 +82,9 @@ pub(crate) fn decide(seen: &Seen, claimant: &Claimant, purpose: Purpose) -> Deci
     }
     match &seen.owner {
         None => Decision::Unknown,
-        Some(owner) if !is_handover && may_replace(&owner.client, claimant) => Decision::Take,
+        Some(owner) if !is_handover && may_replace(&owner.client, claimant, purpose) => {
+            Decision::Take
+        }
         Some(owner) => Decision::Claimed(owner.client.clone()),
     }
 }
@@ -88,7 +92,11 @@ pub(crate) fn decide(seen: &Seen, claimant: &Claimant, purpose: Purpose) -> Deci
 /// Returns whether `claimant` is entitled to replace `client`. It is if the node of `client` was restarted. In the
 /// same boot it is if `client` is of the same mapping (the supervisor has proved the end of the previous process)
 /// or if the process of `client` has ended.
-fn may_replace(client: &Client, claimant: &Claimant) -> bool {
+///
+/// For a change, only processes without a supervisor are replaced. The next process of a mapping continues with the writes
+/// that only its tail file has, and could not if a command had claimed the volume. And the calls of one process, which all
+/// have its identity, may run at the same time.
+fn may_replace(client: &Client, claimant: &Claimant, purpose: Purpose) -> bool {
     if client.boot_id.is_empty() || claimant.boot_id.is_empty() {
         return false;
     }
@@ -96,9 +104,12 @@ fn may_replace(client: &Client, claimant: &Claimant) -> bool {
         let here = (&*claimant.node, &*claimant.machine);
         return is_same_node((&client.node, &client.machine), here);
     }
+    let has_ended = || client.process.is_some_and(|p| p.has_ended(claimant.process.as_ref()));
+    if purpose == Purpose::Change {
+        return Claimant::is_alone(&client.mapping_id) && has_ended();
+    }
     let same_mapping = client.mapping_id == claimant.mapping_id && !client.mapping_id.is_empty();
-    same_mapping
-        || client.process.is_some_and(|process| process.has_ended(claimant.process.as_ref()))
+    same_mapping || has_ended()
 }
 
 #[cfg(test)]
@@ -151,6 +162,26 @@ mod tests {
         let dead = claimed(&Claimant { process: Some(ended), ..me }, Use::Serve);
         assert_eq!(decide(&dead, &claimant("n", "b", "x"), Purpose::Open), Decision::Take);
         assert!(refused(&dead, &claimant("o", "c", "x")), "a process of another machine");
+    }
+
+    #[test]
+    fn a_command_replaces_only_an_ended_process_without_a_supervisor() {
+        let ended = ProcessMark { pid: u32::MAX, ..ProcessMark::own().unwrap() };
+        let by = |mapping: &str| {
+            claimed(&Claimant { process: Some(ended), ..claimant("n", "b", mapping) }, Use::Serve)
+        };
+        let command = claimant("n", "b", "process-7-8");
+        let of_command = |seen: &Seen| decide(seen, &command, Purpose::Change);
+        let of_mapping = |seen: &Seen| decide(seen, &claimant("n", "b", "x"), Purpose::Open);
+        assert!(matches!(of_command(&by("m")), Decision::Claimed(_)), "it has a tail file");
+        assert_eq!(of_mapping(&by("m")), Decision::Take);
+        assert_eq!(of_command(&by("process-1-2")), Decision::Take);
+        let another_call = claimed(&command, Use::Serve);
+        assert!(matches!(of_command(&another_call), Decision::Claimed(_)), "it may be running");
+        let forced = Claimant { take_over: true, ..command.clone() };
+        assert_eq!(decide(&by("m"), &forced, Purpose::Change), Decision::Take);
+        let rebooted = Claimant { boot_id: "c".into(), ..command.clone() };
+        assert_eq!(decide(&by("m"), &rebooted, Purpose::Change), Decision::Take);
     }
 
     #[test]

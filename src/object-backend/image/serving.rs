@@ -35,7 +35,8 @@ impl Serving {
     ///
     /// # Errors
     /// Returns `Fenced` if the mapping has lost the volume, `InUse` if another client has a claim, and otherwise the
-    /// error of the store. The claim is then released as far as the store permits it.
+    /// error of the store. The claim is then released as far as the store permits it, unless the tail file may have writes
+    /// of an earlier process.
     pub(crate) fn start(
         place: Place,
         (claimant, keep): (&Claimant, Option<&Keep>),
@@ -59,8 +60,10 @@ impl Serving {
             .map_or_else(|| Err(no_answer(name)), |opened| opened.map_err(|f| failed(name, f)));
         let volume = opened.inspect_err(|_| {
             // Nothing was written. Without this, another node would need --take-over, which is right only if an earlier
-            // process has acknowledged writes that only the tail file has.
-            if !(claimant.resumes && keep.is_some()) {
+            // process has acknowledged writes that only the tail file has. Before a handover it has flushed them, and
+            // goes on if the claim is released.
+            let may_have_writes = claimant.resumes && keep.is_some() && purpose == Purpose::Open;
+            if !may_have_writes {
                 let _ = block_until(deadline, place.release(epoch));
             }
         })?;

@@ -143,6 +143,20 @@ impl Place {
         }
     }
 
+    /// Returns whether the snapshot that this clone needs was deleted, or may be deleted soon. A creation that was refused
+    /// for that leaves the clone with a pin, and the clone must not be opened for the first time then.
+    ///
+    /// # Errors
+    /// Returns an error if the store fails.
+    pub async fn is_snapshot_deleted(&self) -> Result<bool, Failure> {
+        match (&self.description().parent, self.access().parent()) {
+            (Some(parent), Some(ancestor)) => {
+                Ok(!ancestor.access.list(&tokens(parent.snapshot.id), "").await?.is_empty())
+            }
+            _ => Ok(false),
+        }
+    }
+
     /// Ends the need of this volume for its parent. It must not be opened any more.
     ///
     /// # Errors
