@@ -9,7 +9,7 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
 
-use cleat_sys::descriptor::DeviceNumber;
+use cleat_sys::descriptor::{DeviceNumber, mount_id};
 
 use super::sysfs::parse_number;
 
@@ -68,9 +68,10 @@ pub(super) fn unescape(field: &[u8]) -> OsString {
     OsString::from_vec(plain)
 }
 
-/// Parses mountinfo and returns the mounts that no other mount covers at the same path. An unmount by
-/// path removes the topmost mount, which must not belong to another device.
-pub(super) fn uncovered(text: &[u8]) -> impl Iterator<Item = Mount> {
+/// Parses mountinfo and returns the mounts that no other mount covers at the same path, with their ids. An unmount by
+/// path removes the topmost mount, which must not belong to another device. A mount at a directory above can hide one of
+/// these; see [`is_at_its_path`].
+pub(super) fn uncovered(text: &[u8]) -> impl Iterator<Item = (u32, Mount)> {
     let lines = text.split(|byte| *byte == b'\n');
     let parsed: Vec<(u32, u32, Mount)> = lines
         .filter_map(|line| {
@@ -86,7 +87,14 @@ pub(super) fn uncovered(text: &[u8]) -> impl Iterator<Item = Mount> {
         .filter(|(id, parent, mount)| id != parent && paths.get(parent) == Some(&mount.path))
         .map(|(_, parent, _)| *parent)
         .collect();
-    parsed.into_iter().filter(move |(id, ..)| !covered.contains(id)).map(|(.., mount)| mount)
+    let visible = parsed.into_iter().filter(move |(id, ..)| !covered.contains(id));
+    visible.map(|(id, _, mount)| (id, mount))
+}
+
+/// Returns whether the path of a mount leads to this mount in the namespace of the calling thread, and not to another one
+/// that hides it. Linux before 5.8 does not tell; then it counts as visible.
+pub(super) fn is_at_its_path((id, mount): &(u32, Mount)) -> bool {
+    !mount_id(&mount.path).is_ok_and(|found| found.is_some_and(|found| found != u64::from(*id)))
 }
 
 #[cfg(test)]
@@ -112,8 +120,8 @@ mod tests {
 39 36 43:32 / /mnt/a rw - ext4 /dev/nbd1 rw
 40 36 0:41 / /mnt/a/sub rw - tmpfs none rw
 ";
-        let found: Vec<_> = uncovered(text).filter(|mount| mount.is_on(&disk(32))).collect();
-        let paths: Vec<_> = found.iter().map(|mount| mount.path.to_str().unwrap()).collect();
+        let found: Vec<_> = uncovered(text).filter(|(_, mount)| mount.is_on(&disk(32))).collect();
+        let paths: Vec<_> = found.iter().map(|(_, mount)| mount.path.to_str().unwrap()).collect();
         // /mnt/a once: the upper mount has the same path as the lower one.
         assert_eq!(paths, ["/mnt/a"]);
     }

@@ -67,6 +67,7 @@ pub(super) fn in_namespaces<T: Send + 'static>(
                         if !own {
                             enter(&there)?;
                         }
+                        drop(there);
                         action(&directory, &disk)
                     };
                     scope.spawn(move || threads.run(what, deadline, call, drop))

@@ -20,7 +20,7 @@ use nix::unistd::Pid;
 use super::bounded_call::BoundedCalls;
 use super::exclusive;
 use super::freeze::Freezes;
-use super::mountinfo::uncovered;
+use super::mountinfo::{is_at_its_path, uncovered};
 use super::namespaces::{in_namespaces, mountinfo};
 use super::netlink::Netlink;
 use super::sysfs::{Disk, Sysfs};
@@ -244,8 +244,9 @@ fn unmount_here(proc: &File, disk: &Disk) -> io::Result<()> {
     for _ in 0..ROUNDS_MAX {
         let text = mountinfo(proc)?;
         let unmount = |path: &Path| umount2(path, MntFlags::UMOUNT_NOFOLLOW).is_ok();
-        let mut mounts = uncovered(&text).filter(|mount| mount.is_on(disk));
-        if !mounts.any(|mount| unmount(&mount.path)) {
+        let found = uncovered(&text).filter(|(_, mount)| mount.is_on(disk));
+        let mut mounts = found.filter(is_at_its_path);
+        if !mounts.any(|(_, mount)| unmount(&mount.path)) {
             break;
         }
     }

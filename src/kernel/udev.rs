@@ -157,8 +157,9 @@ impl Names {
         if let Some(directory) = symlink.parent() {
             fs::create_dir_all(directory).map_err(failed)?;
         }
+        // No name of a mapping has a tilde.
         let mut temporary = symlink.clone().into_os_string();
-        temporary.push(format!(".{index}"));
+        temporary.push(format!("~{index}"));
         let temporary = PathBuf::from(temporary);
         let _ = fs::remove_file(&temporary);
         std::os::unix::fs::symlink(format!("../../nbd{index}"), &temporary).map_err(failed)?;

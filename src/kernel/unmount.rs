@@ -8,6 +8,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::time::Instant;
 
@@ -21,8 +22,10 @@ use rustix::mount::{
 };
 
 use super::UnmountScope;
+use cleat_sys::process::keep_only;
+
 use super::bounded_call::BoundedCalls;
-use super::mountinfo::uncovered;
+use super::mountinfo::{is_at_its_path, uncovered};
 use super::namespaces::{in_namespaces, mountinfo};
 use super::sysfs::Disk;
 use super::usage::Proc;
@@ -63,12 +66,18 @@ pub(super) fn unmount(
 
 /// Unmounts lazily every mount of the device that the calling thread sees, from the top down.
 fn unmount_here(proc: &File, disk: &Disk) -> io::Result<()> {
+    keep_only(&[proc.as_fd()])?;
     let is_container = is_container(proc);
     for _ in 0..ROUNDS_MAX {
         let text = mountinfo(proc)?;
         let mut progress = false;
         let mut refused = None;
-        for mount in uncovered(&text).filter(|mount| mount.is_on(disk)) {
+        for mount in uncovered(&text).filter(|(_, mount)| mount.is_on(disk)) {
+            if !is_at_its_path(&mount) {
+                // An unmount by path would be one of another device. The mount is listed as a holder.
+                continue;
+            }
+            let (_, mount) = mount;
             let is_shown = is_container || is_pod_volume(&mount.path);
             let is_covered = is_shown && cover_beneath(&mount.path);
             match umount2(&mount.path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {

@@ -38,6 +38,18 @@ pub fn block_device(path: &Path) -> io::Result<Option<DeviceNumber>> {
     })
 }
 
+/// Returns the id of the mount that `path` leads to, as in /proc/PID/mountinfo; `None` before Linux 5.8. Does not follow a
+/// symlink at its end, mounts nothing, and does not contact file servers.
+///
+/// # Errors
+/// Returns the errors of `statx`.
+pub fn mount_id(path: &Path) -> io::Result<Option<u64>> {
+    let flags = AtFlags::STATX_DONT_SYNC | AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+    let found = statx(CWD, path, flags, StatxFlags::MNT_ID)?;
+    let is_told = found.stx_mask & StatxFlags::MNT_ID.bits() != 0;
+    Ok(is_told.then_some(found.stx_mnt_id))
+}
+
 /// The device that a file is, or the file system that it is stored on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum BackingDevice {

@@ -11,6 +11,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
 use std::time::Duration;
 
+use nix::sched::{CloneFlags, unshare};
 use nix::sys::signal::{SigHandler, Signal, signal};
 use nix::unistd::{ForkResult, fork};
 use rustix::process::{
@@ -134,6 +135,36 @@ pub fn make_ordinary(command: &mut Command) -> &mut Command {
     // SAFETY: `prepare` makes only three system calls, allocates nothing and takes no lock, so it may run between
     // fork and exec of a process with threads.
     unsafe { command.pre_exec(prepare) }
+}
+
+/// Gives the calling thread a table of descriptors of its own, which has 0 to 2 and `kept` only. A thread that hangs in the
+/// kernel then keeps no lock, socket or file of the process open after the end of the other threads. From here on, the thread
+/// must use only `kept` and what it opens itself.
+///
+/// # Errors
+/// Returns `ENOMEM` or `EMFILE`; `ENOSYS` before Linux 5.9. The thread may share the table of the process then.
+pub fn keep_only(kept: &[BorrowedFd<'_>]) -> io::Result<()> {
+    unshare(CloneFlags::CLONE_FILES)?;
+    let numbers = kept.iter().filter_map(|kept| u32::try_from(kept.as_raw_fd()).ok());
+    let mut numbers: Vec<u32> = numbers.filter(|number| *number > 2).collect();
+    numbers.sort_unstable();
+    let mut first = 3;
+    for number in numbers {
+        if number > first {
+            close_range(first, number - 1)?;
+        }
+        first = number + 1;
+    }
+    close_range(first, u32::MAX)
+}
+
+fn close_range(first: u32, last: u32) -> io::Result<()> {
+    // SAFETY: the system call takes integers only. The table is that of the calling thread alone, so the descriptors of
+    // other threads stay open; the thread itself uses none of those that are closed.
+    match unsafe { libc::syscall(libc::SYS_close_range, first, last, 0_u32) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 /// Ignores a signal in this process and in its children.

@@ -24,7 +24,7 @@ pub(super) fn open_here(proc: &File, disk: &Disk) -> io::Result<Vec<Opened>> {
             found.push((mount.number, Err(covered)));
         }
     }
-    for mount in uncovered(&text).filter(|mount| mount.is_on(disk)) {
+    for (_, mount) in uncovered(&text).filter(|(_, mount)| mount.is_on(disk)) {
         let key = (mount.number.major, mount.number.minor);
         if done.contains(&key) {
             continue;

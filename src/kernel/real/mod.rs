@@ -31,6 +31,7 @@ use super::{
 };
 use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_sys::process::keep_only;
 
 /// The time limit of netlink commands that have no deadline.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
@@ -393,13 +394,20 @@ impl Kernel for RealKernel {
     fn flush(&self, index: DeviceIndex, deadline: Instant) -> Result<()> {
         let node = self.names.node(index);
         // Opened for reading: closing a device that was open for writing makes udevd probe it again.
-        self.flushes.run(&node.clone(), deadline, move || File::open(node)?.sync_all())
+        self.flushes.run(&node.clone(), deadline, move || {
+            keep_only(&[])?;
+            File::open(node)?.sync_all()
+        })
     }
 
     fn probe(&self, index: DeviceIndex, deadline: Instant) -> Result<()> {
         let node = self.names.node(index);
         let what = format!("read {}", node.display());
-        let read = self.probes.run(&what, deadline, move || read_first_block(&node), drop)?;
+        let read = move || {
+            keep_only(&[])?;
+            read_first_block(&node)
+        };
+        let read = self.probes.run(&what, deadline, read, drop)?;
         read.map_err(|error| Error::from_io(format!("cannot {what}"), error))
     }
 
