@@ -12,10 +12,10 @@ use cleat_core::error::{Error, ErrorKind, Result};
 /// options, those of the same volume with any options.
 pub(crate) fn mapped_as(register: &Register, uri: &str) -> Vec<Arc<Mapping>> {
     let mut mappings = register.all();
-    let uri_of = |mapping: &Arc<Mapping>| mapping.view().record.uri;
-    match volume_part(uri) == uri && !mappings.iter().any(|mapping| uri_of(mapping) == uri) {
-        true => mappings.retain(|mapping| is_same(&uri_of(mapping), uri)),
-        false => mappings.retain(|mapping| uri_of(mapping) == uri),
+    let is_it = |mapping: &Arc<Mapping>| other_volume(&mapping.view().record, uri).is_none();
+    match volume_part(uri) == uri && !mappings.iter().any(is_it) {
+        true => mappings.retain(|mapping| is_same(&mapping.view().record.uri, uri)),
+        false => mappings.retain(is_it),
     }
     mappings
 }

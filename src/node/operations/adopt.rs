@@ -52,6 +52,8 @@ async fn adopt(cx: &Context, spec: &MapSpec, deadline: Instant) -> Result<()> {
         if identity.name() != spec.name {
             continue;
         }
+        // A new record would replace the one that this daemon cannot use.
+        cx.unmanaged.check_device(&identity)?;
         let Some(worker) = worker_of(cx, &identity, deadline).await else { continue };
         let record = lost_record(cx, spec, &device, &identity, &worker)?;
         return register(cx, record, &device).await;

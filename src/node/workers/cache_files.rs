@@ -16,10 +16,13 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
+use std::time::Duration;
 
 use cleat_backend::{CacheUse, MAX_CACHE_FILES};
+use crossbeam_channel::{RecvTimeoutError, bounded};
 
 use crate::cache_config::CacheConfig;
 
@@ -32,8 +35,23 @@ const USERS: &str = "users";
 /// Begins the names of directories that are being deleted.
 const TRASH: &str = "cleat-trash-";
 
+/// How long a call waits for the disk of the caches. A worker starts without a cache then.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
+/// The same for a removal, for which the event loop waits.
+const REMOVE_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// The maximum number of threads that wait for a disk that hangs. Beyond that, there is no cache.
+const MAX_STUCK: usize = 8;
+
 /// The directory of the caches.
 pub(super) struct CacheFiles {
+    caches: Arc<Caches>,
+    /// The threads whose callers have left.
+    stuck: Arc<AtomicUsize>,
+}
+
+/// What the threads use.
+struct Caches {
     config: CacheConfig,
     /// Held while a shared cache gets its first user, or loses its last one. The number of the next directory in the trash.
     trash: Mutex<u64>,
@@ -48,12 +66,67 @@ pub(super) struct Opened {
 
 impl CacheFiles {
     pub(super) fn new(config: &CacheConfig) -> Self {
-        Self { config: config.clone(), trash: Mutex::new(0) }
+        let caches = Caches { config: config.clone(), trash: Mutex::new(0) };
+        Self { caches: Arc::new(caches), stuck: Arc::default() }
     }
 
     /// Opens the files of the cache of a mapping, or makes them. They take space when they are written. The mapping
-    /// leaves every other cache.
+    /// leaves every other cache. Without an answer of the disk in time, there is none.
     pub(super) fn open(&self, mapping_id: &str, cache: &CacheUse) -> Opened {
+        if self.caches.config.directory.is_none() {
+            return Opened::default();
+        }
+        let (id, cache) = (mapping_id.to_owned(), cache.clone());
+        let opened = self.within(OPEN_TIMEOUT, move |caches| caches.open(&id, &cache));
+        opened.unwrap_or_else(|| {
+            tracing::warn!(mapping_id, "the mapping has no cache: its disk does not answer");
+            Opened::default()
+        })
+    }
+
+    /// Removes the files of a mapping, and those of a shared cache with the last mapping that uses it. Workers that use
+    /// them still can, until they end. If the disk does not answer in time, that happens when it does.
+    pub(super) fn remove(&self, mapping_id: &str) {
+        if self.caches.config.directory.is_some() {
+            let id = mapping_id.to_owned();
+            if self.within(REMOVE_TIMEOUT, move |caches| caches.remove(&id)).is_none() {
+                tracing::warn!(mapping_id, "the cache is not removed: its disk does not answer");
+            }
+        }
+    }
+
+    /// Runs a call on a thread of its own. Returns `None` if it takes longer, or if too many threads wait already.
+    fn within<T: Send + 'static>(
+        &self,
+        timeout: Duration,
+        call: impl FnOnce(&Caches) -> T + Send + 'static,
+    ) -> Option<T> {
+        if self.stuck.load(Ordering::Relaxed) >= MAX_STUCK {
+            return None;
+        }
+        let (caches, stuck) = (Arc::clone(&self.caches), Arc::clone(&self.stuck));
+        // Without a buffer, a result is either received or known to be late.
+        let (sender, receiver) = bounded(0);
+        let work = move || {
+            let result = call(&caches);
+            if sender.send(result).is_err() {
+                stuck.fetch_sub(1, Ordering::Relaxed);
+            }
+        };
+        thread::Builder::new().name("cache-files".to_owned()).spawn(work).ok()?;
+        match receiver.recv_timeout(timeout) {
+            Ok(result) => Some(result),
+            Err(RecvTimeoutError::Timeout) => {
+                self.stuck.fetch_add(1, Ordering::Relaxed);
+                None
+            }
+            Err(RecvTimeoutError::Disconnected) => None,
+        }
+    }
+}
+
+impl Caches {
+    fn open(&self, mapping_id: &str, cache: &CacheUse) -> Opened {
         let Some(directory) = &self.config.directory else { return Opened::default() };
         let (name, bytes) = match cache {
             CacheUse::None => return Opened::default(),
@@ -79,9 +152,7 @@ impl CacheFiles {
         })
     }
 
-    /// Removes the files of a mapping, and those of a shared cache with the last mapping that uses it. Workers that use
-    /// them still can, until they end.
-    pub(super) fn remove(&self, mapping_id: &str) {
+    fn remove(&self, mapping_id: &str) {
         if let Some(directory) = &self.config.directory {
             let _ = self.leave(directory, mapping_id, None, || Ok(()));
         }
@@ -287,6 +358,24 @@ mod tests {
             some.remove("x");
         }
         panic!("the caches are not removed");
+    }
+
+    #[test]
+    fn a_disk_that_hangs_costs_a_bounded_number_of_threads_and_the_cache() {
+        let directory = tempfile::tempdir().unwrap();
+        let some = caches(directory.path());
+        let held = some.caches.trash.lock().unwrap();
+        for _ in 0..MAX_STUCK + 4 {
+            let caches = some.within(Duration::from_millis(1), |caches| caches.remove("a"));
+            assert!(caches.is_none());
+        }
+        assert_eq!(some.stuck.load(Ordering::Relaxed), MAX_STUCK);
+        assert_eq!(some.open("a", &CacheUse::Own).files.len(), 0);
+        drop(held);
+        while some.stuck.load(Ordering::Relaxed) > 0 {
+            thread::yield_now();
+        }
+        assert_eq!(some.open("a", &CacheUse::Own).files.len(), 64);
     }
 
     #[test]

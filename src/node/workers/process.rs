@@ -199,10 +199,8 @@ impl Launcher for Processes {
     fn find(&self, id: WorkerId) -> Result<Option<Process>> {
         let failed = |error| Error::from_io(format!("cannot inspect process {}", id.pid), error);
         let pidfd = match PidFd::open(id.pid) {
-            // EINVAL: the number belongs to a thread that is not the leader of its process.
-            Err(error) if matches!(error.raw_os_error(), Some(libc::ESRCH | libc::EINVAL)) => {
-                return Ok(None);
-            }
+            // EINVAL, or ENOENT since Linux 6.16: the number belongs to a thread that is not the leader of its process.
+            Err(error) if is_no_process(&error) => return Ok(None),
             other => other.map_err(failed)?,
         };
         // Read after the descriptor was opened: if the start time is the worker's, so is the descriptor.
@@ -291,6 +289,11 @@ fn description(status: WaitStatus) -> Option<String> {
         WaitStatus::Signaled(_, signal, _) => format!("was ended by {signal}"),
         _ => return None,
     })
+}
+
+/// Whether an error of `pidfd_open` means that no process has the number.
+fn is_no_process(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ESRCH | libc::EINVAL | libc::ENOENT))
 }
 
 #[cfg(test)]
