@@ -115,6 +115,7 @@ impl FileImage {
         VolumeIdentity::check(&identity(&file, device, &path)?, options.expected.as_ref(), &path)?;
         if !device && !read_only {
             claim::lock(&file, &path)?;
+            claim::check_name(&file, &spec.path)?;
             create(spec, &file).inspect_err(|_| {
                 if missing {
                     // This call created the file, locked it, and left it empty.

@@ -438,7 +438,8 @@ impl Connection {
             return self.receiving.hold(cookie, request);
         }
         // Meanwhile the peer may have sent it again over another connection.
-        if std::mem::take(&mut self.was_held) && self.link.peer_has_left() {
+        if std::mem::take(&mut self.was_held) && self.link.peer_has_left(self.requests.has_others())
+        {
             return self.end_reading(End::Closed);
         }
         if self.requests.answer_from_memory(cookie, &request) {
@@ -487,7 +488,7 @@ impl Connection {
         if !self.requests.in_outage() || !self.requests.begin_retry(self.policy.now_ns()) {
             return;
         }
-        if self.requests.has_waiting() && self.link.peer_has_left() {
+        if self.requests.has_waiting() && self.link.peer_has_left(self.requests.has_others()) {
             self.end_reading(End::Closed);
             return self.requests.fail_waiting();
         }

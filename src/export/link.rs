@@ -147,12 +147,16 @@ impl Link {
     }
 
     /// Returns whether the peer has closed the connection in both directions, as the kernel's driver does
-    /// with its socketpairs. Bytes may still be readable then.
-    pub(super) fn peer_has_left(&self) -> bool {
+    /// with its socketpairs; with `or_half`, also if it only sends no more. Over TCP, a server cannot tell the two: it gets a
+    /// FIN in both cases. Bytes may still be readable then.
+    pub(super) fn peer_has_left(&self, or_half: bool) -> bool {
+        let half = if or_half { libc::POLLRDHUP } else { 0 };
+        let half = PollFlags::from_bits_retain(half);
         let left = PollFlags::POLLHUP | PollFlags::POLLERR;
-        let mut set = [PollFd::new(self.file.as_fd(), PollFlags::empty())];
+        let mut set = [PollFd::new(self.file.as_fd(), half)];
         poll(&mut set, PollTimeout::ZERO).is_ok()
-            && set[0].revents().is_some_and(|seen| seen.intersects(left))
+            // `nix` does not know POLLRDHUP, and returns `None` for it.
+            && set[0].revents().is_none_or(|seen| seen.intersects(left))
     }
 
     /// Closes the connection in both directions, for every process that has the socket.

@@ -115,10 +115,16 @@ impl Modifications {
         if !request.op.modifies() {
             return false;
         }
+        self.has_others()
+            && self.others.iter().any(|other| other.is_stalled(now_ns) && other.overlaps(request))
+    }
+
+    /// Returns whether there are other connections, over which the peer may send requests again.
+    pub(super) fn has_others(&mut self) -> bool {
         if self.registry.version.load(Ordering::Acquire) != self.version {
             self.refresh();
         }
-        self.others.iter().any(|other| other.is_stalled(now_ns) && other.overlaps(request))
+        !self.others.is_empty()
     }
 
     fn refresh(&mut self) {

@@ -281,6 +281,11 @@ impl Requests {
         self.modifications.must_wait(request, self.now_ns)
     }
 
+    /// Whether the peer may send requests again over another connection; see `modifications`.
+    pub(super) fn has_others(&mut self) -> bool {
+        self.modifications.has_others()
+    }
+
     /// Whether the backend could not serve a request, and has not been seen to serve since.
     pub(super) fn in_outage(&self) -> bool {
         self.retries.in_outage()

@@ -26,6 +26,7 @@ use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, Result};
 use cleat_core::policy::Policy;
 use cleat_statistics::Page;
+use cleat_sys::process::ignore_signal;
 pub use listener::Address;
 use listener::{Listener, is_exhausted, is_transient};
 use open::open_unless_signalled;
@@ -72,6 +73,9 @@ pub fn run(
 ) -> Result<()> {
     // Before any thread is made: each inherits the mask, so that only this thread receives the signals.
     let signals = catch_signals()?;
+    // A write beyond the limit of the length of files (`ulimit -f`) fails, and ends no server.
+    ignore_signal(Signal::SIGXFSZ)
+        .map_err(|error| Error::from_io("cannot ignore SIGXFSZ", error))?;
     let credentials = options.uri.spec().credential_files();
     let watch = CredentialWatch::start(credentials)?;
     let (image, listener) = open_confined(options, &signals, confine)?;

@@ -48,6 +48,10 @@ pub(crate) async fn decide(cluster: &Cluster, name: &str) -> Result<Next> {
         let record = read.as_ref().map(|known| known.record.as_ref().unwrap_or(&none));
         let view = View { grant: stored.as_ref(), requests, nodes, record, is_gone };
         let now = api::now();
+        if volume.lacks_labels() {
+            volume.show_nodes().await?;
+            continue;
+        }
         match controller::decide(&view, &cluster.config.policy, now) {
             Step::Wait(waiting) => return volume.wait(&waiting, now).await,
             Step::ReadRecord => {
@@ -223,6 +227,29 @@ impl<'a> ObservedVolume<'a> {
             self.cluster.events.publish(&written, reason, note).await;
         }
         self.look_at_attachments();
+        Ok(())
+    }
+
+    /// Whether a node that the grant concerns has no label: its agent does not see the grant then. A write of the status,
+    /// which restores a fence, cannot write labels.
+    fn lacks_labels(&self) -> bool {
+        self.grant.as_deref().is_some_and(|grant| {
+            let mut shown = grant.clone();
+            shown.show_nodes();
+            shown.labels().keys().any(|label| !grant.labels().contains_key(label))
+        })
+    }
+
+    async fn show_nodes(&self) -> Result<()> {
+        let version = self.version().map(Version);
+        let mut object = self.grant(version)?;
+        object.show_nodes();
+        let grants = &self.cluster.grants;
+        let parameters = PostParams::default();
+        let request = grants.api.replace(self.name, &parameters, &object);
+        let answer = call(|| format!("cannot label grant {}", self.name), request).await;
+        self.cluster.metrics.write("labels");
+        grants.written(self.name, answer).await?;
         Ok(())
     }
 

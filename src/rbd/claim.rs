@@ -53,6 +53,13 @@ pub(crate) const BLOCKLIST_S: u32 = 5 * 365 * 24 * 3600;
 /// may still arrive. Crashes are frequent, and every OSD and every client gets the whole list with each map.
 const ENDED_BLOCKLIST_S: u64 = 3600;
 
+/// An entry that ends within this is one of a client that has ended, in seconds: more than the time for such a client and a
+/// difference of clocks.
+pub(crate) const SOON_S: i64 = 6 * 3600;
+
+/// The shortest time for a client that may live, in seconds, so that its entry is told from that of an ended one.
+const MIN_BLOCKLIST_S: u64 = 24 * 3600;
+
 /// The option of Ceph for this duration. librbd uses it, too, when it breaks the lock of a client that it
 /// considers dead. That does not happen here, because the lock is checked just before. In 16.2 it would
 /// fail with EINVAL.
@@ -224,7 +231,7 @@ pub(crate) fn fence_client(cluster: &Cluster, address: &str, liveness: Liveness)
     let seconds: u64 = configured.filter(|seconds| *seconds > 0).unwrap_or(BLOCKLIST_S.into());
     let seconds = match liveness {
         Liveness::Ended => seconds.min(ENDED_BLOCKLIST_S),
-        Liveness::MayLive => seconds,
+        Liveness::MayLive => seconds.max(MIN_BLOCKLIST_S),
     };
     cluster.blocklist_add(address, Duration::from_secs(seconds)).map_err(|error| {
         let kind = crate::errors::kind(&error);

@@ -18,7 +18,7 @@ use crate::claim::beside::Eviction;
 use crate::claim::decision::{Liveness, Purpose};
 use crate::claim::header::ImageHeader;
 use crate::claim::record::{self, Claim};
-use crate::claim::{self, ClaimAttempt};
+use crate::claim::{self, ClaimAttempt, SOON_S};
 use crate::clients::KeptClient;
 use crate::connection::{config, load_library};
 use crate::errors::{self, open_error};
@@ -248,6 +248,17 @@ pub(crate) struct BlocklistEntry {
     until: String,
 }
 
+impl BlocklistEntry {
+    /// Whether the entry is one of a client that has ended: it ends soon, or has ended. `now_s` is in seconds since the Unix
+    /// epoch. An entry whose end cannot be read is not.
+    pub(crate) fn ends_soon(&self, now_s: u64) -> bool {
+        let until = jiff::fmt::strtime::parse("%Y-%m-%dT%H:%M:%S%.f%z", &self.until);
+        let until_s = until.and_then(|until| until.to_timestamp()).map(jiff::Timestamp::as_second);
+        let soon_s = i64::try_from(now_s).unwrap_or(i64::MAX).saturating_add(SOON_S);
+        until_s.is_ok_and(|until_s| until_s <= soon_s)
+    }
+}
+
 pub(crate) fn blocklist(cluster: &Cluster, name: &str) -> Result<Vec<BlocklistEntry>> {
     let list = |word: &str| {
         cluster.monitor_command(&format!("{{\"prefix\": \"osd {word} ls\", \"format\": \"json\"}}"))
@@ -461,5 +472,19 @@ mod tests {
         assert_eq!((read.len(), read[0].addr.as_str()), (1, "1.2.3.4:0/5"));
         assert!(parse_blocklist("listed 0 entries").is_err());
         assert!(parse_blocklist("[]{").is_err());
+    }
+
+    #[test]
+    fn entries_of_ended_clients_are_told_by_their_end() {
+        let ends_soon = |until: &str, now: &str| {
+            let now_s = now.parse::<jiff::Timestamp>().unwrap().as_second().cast_unsigned();
+            BlocklistEntry { addr: "1.2.3.4:0/5".into(), until: until.into() }.ends_soon(now_s)
+        };
+        let now = "2031-01-01T10:00:00Z";
+        assert!(ends_soon("2031-01-01T11:00:00.123456+0000", now), "an hour");
+        assert!(ends_soon("2031-01-01T12:00:00.0+0100", now), "an hour, in another time zone");
+        assert!(!ends_soon("2031-01-02T10:00:00.000000+0000", now), "a day");
+        assert!(!ends_soon("2036-01-01T10:00:00.000000+0000", now));
+        assert!(!ends_soon("never", now));
     }
 }

@@ -1,27 +1,32 @@
 //! The record of an image, for volumes that are granted to nodes of a cluster (`cleat_grants`). The claim of the
 //! image has it: the generation of the grant, the lowest generation that may claim, and the seals.
 //!
-//! A seal names a client that is cut off. The blocklist is the truth about that: what it does not list any more is
-//! not named. So a client that may connect again is only removed from the blocklist, and the claim, which may be
-//! that of another node meanwhile, is not written.
+//! A seal names a client that is cut off. The blocklist is the truth about that: what it does not list any more, or not for
+//! long, is not named. So when a client has ended, only its entry changes, and the claim, which may be that of another node
+//! meanwhile, is not written. The entry is replaced by one of an hour: what the client has sent before, for example while its
+//! network was down, may still arrive, and must not be written over the data of another node.
 
 use std::time::Instant;
 
 use cleat_backend::claimant::Claimant;
-use cleat_core::clock::SystemClock;
+use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_grants::object::Mode;
 use cleat_grants::record::{Record, Target};
 use cleat_grants::storage::Fencing;
 use librbd::{Image, Open, Subject};
 
-use crate::claim;
 use crate::claim::beside::Eviction;
+use crate::claim::decision::Liveness;
 use crate::claim::header::ImageHeader;
 use crate::claim::record::{Claim, is_address};
 use crate::claim::seal::Seal;
+use crate::claim::{self, fence_client};
 use crate::fence::{RbdFence, blocklist, not_removed, take_over_and_release};
 use crate::spec::RbdSpec;
+
+/// How often an entry of the blocklist is added again at most.
+const ADDITIONS: u32 = 3;
 
 /// The record of an image, which is opened for each call.
 #[derive(Debug)]
@@ -94,11 +99,15 @@ impl Fencing for GrantRecord {
         }
         let (client, spec) = (client.to_owned(), self.0.spec.clone());
         self.call(Open::ReadOnly, deadline, move |image, name| {
-            if listed(image, name)?.contains(&client) {
-                let removed = image.pool().cluster().blocklist_remove(&client);
-                removed.map_err(|error| not_removed(error, &client, &spec))?;
+            if !listed(image, name)?.contains(&client) {
+                return Ok(());
             }
-            Ok(())
+            let cluster = image.pool().cluster();
+            let removed = cluster.blocklist_remove(&client);
+            removed.map_err(|error| not_removed(error, &client, &spec))?;
+            // Ceph does not change the end of an entry that exists. After a failure, nothing would add it again.
+            let add = || fence_client(cluster, &client, Liveness::Ended);
+            (1..ADDITIONS).find_map(|_| add().ok()).map_or_else(add, Ok)
         })
     }
 
@@ -119,8 +128,10 @@ impl Fencing for GrantRecord {
     }
 }
 
-/// Returns the addresses on the blocklist.
+/// Returns the addresses on the blocklist of clients that may live.
 fn listed(image: &Image, name: &str) -> Result<Vec<String>> {
     let entries = blocklist(image.pool().cluster(), name)?;
-    Ok(entries.into_iter().map(|entry| entry.addr).collect())
+    let now_s = SystemClock.unix_s();
+    let of_living = entries.into_iter().filter(|entry| !entry.ends_soon(now_s));
+    Ok(of_living.map(|entry| entry.addr).collect())
 }

@@ -149,6 +149,7 @@ fn start_session(
     // Before the memory is locked, so that the libraries that it loads are locked, too.
     uri.spec().prepare()?;
     prepare_process(&start.name);
+    ignore_length_signal()?;
     if tail_file.is_some() || !cache.files.is_empty() {
         limit_files(start.tail_bytes.max(cache.file_bytes))?;
     }
@@ -367,9 +368,15 @@ fn inherited(start: &Start, descriptors: Vec<OwnedFd>) -> Result<Inherited> {
 /// store are shorter. Without privileges the limit cannot be raised.
 fn limit_files(bytes: u64) -> Result<()> {
     let failed = |error| Error::from_io("cannot limit the length of files", error);
-    process::ignore_signal(Signal::SIGXFSZ).map_err(failed)?;
     let limited = setrlimit(Resource::RLIMIT_FSIZE, bytes, bytes);
     limited.map_err(|error| failed(error.into()))
+}
+
+/// Makes a write beyond the limit of the length of files fail (EFBIG) instead of ending the process. The limit may also be
+/// one of the service.
+fn ignore_length_signal() -> Result<()> {
+    process::ignore_signal(Signal::SIGXFSZ)
+        .map_err(|error| Error::from_io("cannot ignore SIGXFSZ", error))
 }
 
 fn invalid(message: &str) -> Error {

@@ -113,6 +113,8 @@ fn a_fenced_generation_writes_nothing_and_cannot_claim_again() {
     storage.unfence(&address, deadline()).unwrap();
     let record = storage.record(deadline()).unwrap();
     assert_eq!(record.seal_of(Generation(3)).unwrap().client, None);
+    let listed = shared().ceph(&["osd", "blocklist", "ls"]);
+    assert!(listed.contains(&address), "what it has sent may still arrive: {listed}");
     let read = second.client().read(0, 12288);
     assert!(read[..4096] == pattern(1, 4096) && read[8192..] == pattern(4, 4096));
     drop(second);

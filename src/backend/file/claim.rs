@@ -31,6 +31,27 @@ pub(super) fn lock(file: &File, path: &str) -> Result<()> {
     lock_as(libc::F_WRLCK, file, path)
 }
 
+/// Checks that `path` still leads to the file, which was locked after it was opened. A removal or a replacement takes the
+/// lock first, too.
+///
+/// # Errors
+/// Returns `Aborted` if it leads to another file or to none, and the kernel's error otherwise.
+pub(super) fn check_name(file: &File, path: &Path) -> Result<()> {
+    let shown = path.display();
+    let failed = |error| Error::from_io(format!("cannot read the properties of {shown}"), error);
+    let opened = file.metadata().map_err(failed)?;
+    let is_it = match fs::metadata(path) {
+        Ok(found) => (opened.dev(), opened.ino()) == (found.dev(), found.ino()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => false,
+        Err(error) => return Err(failed(error)),
+    };
+    if is_it {
+        return Ok(());
+    }
+    let message = format!("{shown} was removed or replaced while it was opened");
+    Err(Error::new(ErrorKind::Aborted, message).with_repair("repeat the command"))
+}
+
 /// Keeps writers away from the whole file until the file is closed, and not other readers. The file must be
 /// open for reading. Blocks for about a second while the file is busy.
 ///

@@ -151,6 +151,12 @@ impl Store for FileStore {
             }
         }
         claim::lock(&file, &path)?;
+        claim::check_name(&file, &spec.path)?;
+        if length(&file, &path)? != 0 {
+            // Another call has created it meanwhile.
+            drop(file);
+            return self.create(name, size, layout);
+        }
         create(&spec, &file).inspect_err(|_| {
             if missing {
                 // This call created the file, locked it, and left it empty.
@@ -181,15 +187,8 @@ impl Store for FileStore {
             let message = format!("{path} has the snapshots {}", snapshots.join(", "));
             return Err(Error::new(ErrorKind::InUse, message).with_repair("remove them first"));
         }
+        claim::check_name(&file, &spec.path)?;
         let failed = |error| Error::from_io(format!("cannot remove {path}"), error);
-        let (opened, found) =
-            (file.metadata().map_err(failed)?, fs::metadata(&spec.path).map_err(failed)?);
-        if (opened.dev(), opened.ino()) != (found.dev(), found.ino()) {
-            return Err(Error::new(
-                ErrorKind::Aborted,
-                format!("{path} was replaced while it was opened"),
-            ));
-        }
         fs::remove_file(&spec.path).and_then(|()| sync_directory(&spec.path)).map_err(failed)?;
         self.clear_leftovers(name);
         Ok(Removed { changed: true, trash: None })

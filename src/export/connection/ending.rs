@@ -54,7 +54,7 @@ impl Connection {
     /// Ends the connection because the socket can no longer be read or written.
     pub(super) fn end_reading(&mut self, end: End) {
         self.end(end);
-        if self.link.peer_has_left() {
+        if self.link.peer_has_left(self.requests.has_others()) {
             // The peer may have sent its requests again over another connection; see `retry`.
             self.requests.abandon();
         }

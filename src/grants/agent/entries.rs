@@ -46,11 +46,14 @@ fn machine(view: &View<'_>) -> Option<String> {
     Some(view.machine).filter(|machine| !machine.is_empty()).map(str::to_owned)
 }
 
-/// Reports that nothing is left of a fenced generation. Part of rule 11.
+/// Reports that nothing is left of a fenced generation. Part of rule 11. The entry has one such report, so the controller
+/// has removed the fence of a lower generation before the next one is reported.
 fn describe_fence(grant: &VolumeGrant, view: &View<'_>, entry: &mut NodeEntry, now: Time) {
-    let is_open = |generation| !entry.is(Signal::Cleaned, Truth::True, generation);
     let fences = grant.fences_of(view.node).map(|fence| fence.generation);
-    let Some(generation) = fences.filter(|generation| is_open(*generation)).min() else { return };
+    let Some(generation) = fences.min() else { return };
+    if entry.is(Signal::Cleaned, Truth::True, generation) {
+        return;
+    }
     let is_left = |mapping: &Mapping| mapping.generation <= generation;
     if view.local.mapping.as_ref().is_some_and(is_left) {
         return;
