@@ -88,6 +88,25 @@ pub enum Step {
     RemoveFinalizer(Option<Version>),
 }
 
+impl Step {
+    /// Returns what is done after the step, for tests and logs.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Wait(_) | Self::ReadRecord => "observed",
+            Self::Create(_) => "created",
+            Self::WriteSpec { change: Change::Granted(..), .. } => "granted",
+            Self::WriteSpec { change: Change::Revoked(..), .. } => "revoked",
+            Self::WriteSpec { change: Change::Freed(..), .. } => "freed",
+            Self::WriteSpec { change: Change::Adopted(..), .. } => "adopted",
+            Self::WriteFences { .. } => "fences written",
+            Self::Forget { .. } => "forgotten",
+            Self::Fence(..) => "fenced",
+            Self::Unfence(_) => "unfenced",
+            Self::RemoveFinalizer(_) => "removed",
+        }
+    }
+}
+
 /// A change of the spec.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {

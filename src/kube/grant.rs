@@ -243,6 +243,17 @@ impl VolumeGrant {
         labels.extend(nodes.into_iter().map(|key| (key, String::new())));
     }
 
+    /// Whether a node that the grant concerns has no label: its agent does not see the grant then. A write of the status,
+    /// which restores a fence, cannot write labels.
+    pub(crate) fn lacks_labels(&self) -> bool {
+        let mut shown = self.clone();
+        shown.show_nodes();
+        let is_there = |label: &String| {
+            self.metadata.labels.as_ref().is_some_and(|labels| labels.contains_key(label))
+        };
+        !shown.metadata.labels.iter().flat_map(|labels| labels.keys()).all(is_there)
+    }
+
     /// Returns the object as the decisions need it.
     pub fn stored(&self) -> StoredGrant {
         StoredGrant {
@@ -381,7 +392,9 @@ mod tests {
             time: Time(0),
         });
         grant.spec.holders = vec![holder("b")];
+        assert!(grant.lacks_labels());
         grant.show_nodes();
+        assert!(!grant.lacks_labels());
         assert!(labels(&grant).eq([DRIVER_LABEL.to_owned(), node_label("a"), node_label("b")]));
         let others = |grant: &VolumeGrant| {
             grant.metadata.annotations.as_ref()?.get(OTHERS_ANNOTATION).cloned()

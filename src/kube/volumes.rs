@@ -48,8 +48,8 @@ pub(crate) async fn decide(cluster: &Cluster, name: &str) -> Result<Next> {
         let record = read.as_ref().map(|known| known.record.as_ref().unwrap_or(&none));
         let view = View { grant: stored.as_ref(), requests, nodes, record, is_gone };
         let now = api::now();
-        if volume.lacks_labels() {
-            volume.show_nodes().await?;
+        if volume.grant.as_deref().is_some_and(VolumeGrant::lacks_labels) {
+            volume.replace(volume.grant(volume.version().map(Version))?, "labels").await?;
             continue;
         }
         match controller::decide(&view, &cluster.config.policy, now) {
@@ -68,7 +68,7 @@ pub(crate) async fn decide(cluster: &Cluster, name: &str) -> Result<Next> {
                 return Ok(Next::After(REQUEST_DELAY));
             }
             step => {
-                let name = step_name(&step);
+                let name = step.name();
                 volume.perform(step).await?;
                 (cluster.config.after_step)(name);
                 read = None;
@@ -92,25 +92,6 @@ impl ReadRecord {
     fn is_of(&self, volume: &ObservedVolume<'_>) -> bool {
         let is_requested = !volume.requests.is_empty();
         self.version == volume.version() && !(self.record.is_none() && is_requested)
-    }
-}
-
-/// Returns what is done after a step.
-fn step_name(step: &Step) -> &'static str {
-    match step {
-        Step::Wait(_) | Step::ReadRecord => "observed",
-        Step::Create(_) => "created",
-        Step::WriteSpec { change, .. } => match change {
-            Change::Granted(..) => "granted",
-            Change::Revoked(..) => "revoked",
-            Change::Freed(..) => "freed",
-            Change::Adopted(..) => "adopted",
-        },
-        Step::WriteFences { .. } => "fences written",
-        Step::Forget { .. } => "forgotten",
-        Step::Fence(..) => "fenced",
-        Step::Unfence(_) => "unfenced",
-        Step::RemoveFinalizer(_) => "removed",
     }
 }
 
@@ -215,13 +196,7 @@ impl<'a> ObservedVolume<'a> {
     ) -> Result<()> {
         let mut object = self.grant(version)?;
         object.spec = spec;
-        object.show_nodes();
-        let grants = &self.cluster.grants;
-        let parameters = PostParams::default();
-        let request = grants.api.replace(self.name, &parameters, &object);
-        let answer = call(|| format!("cannot write grant {}", self.name), request).await;
-        self.cluster.metrics.write("spec");
-        let written = grants.written(self.name, answer).await?;
+        let written = self.replace(object, "spec").await?;
         tracing::info!(grant = self.name, "{change:?}");
         if let Some((reason, note)) = describe(change) {
             self.cluster.events.publish(&written, reason, note).await;
@@ -230,27 +205,19 @@ impl<'a> ObservedVolume<'a> {
         Ok(())
     }
 
-    /// Whether a node that the grant concerns has no label: its agent does not see the grant then. A write of the status,
-    /// which restores a fence, cannot write labels.
-    fn lacks_labels(&self) -> bool {
-        self.grant.as_deref().is_some_and(|grant| {
-            let mut shown = grant.clone();
-            shown.show_nodes();
-            shown.labels().keys().any(|label| !grant.labels().contains_key(label))
-        })
-    }
-
-    async fn show_nodes(&self) -> Result<()> {
-        let version = self.version().map(Version);
-        let mut object = self.grant(version)?;
+    /// Replaces the object without its status, with the labels of its nodes. `what` is counted.
+    async fn replace(
+        &self,
+        mut object: VolumeGrant,
+        what: &'static str,
+    ) -> Result<Arc<VolumeGrant>> {
         object.show_nodes();
         let grants = &self.cluster.grants;
         let parameters = PostParams::default();
         let request = grants.api.replace(self.name, &parameters, &object);
-        let answer = call(|| format!("cannot label grant {}", self.name), request).await;
-        self.cluster.metrics.write("labels");
-        grants.written(self.name, answer).await?;
-        Ok(())
+        let answer = call(|| format!("cannot write grant {}", self.name), request).await;
+        self.cluster.metrics.write(what);
+        grants.written(self.name, answer).await
     }
 
     async fn write_fences(&self, version: Option<Version>, fences: Vec<FenceEntry>) -> Result<()> {

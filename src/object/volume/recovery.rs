@@ -80,10 +80,11 @@ pub(super) async fn replay_damaged(
     let (mut checkpoint, mut lost) = (None, Vec::new());
     if let Some(at) = base {
         let found = read_checkpoint(&access, at).await?;
-        let reads = found.usage.iter().flatten().map(|id| usage_page(&access, *id));
-        for (id, page) in all(reads, SLOTS_AHEAD).await? {
+        let ids: Vec<PageId> = found.usage.iter().flatten().copied().collect();
+        let reads = ids.iter().map(|id| usage_page(&access, *id));
+        for (id, page) in ids.iter().zip(all(reads, SLOTS_AHEAD).await?) {
             match page {
-                Ok(page) => usage.load(id, &page),
+                Ok(page) => usage.load(*id, &page),
                 Err(failure) => lost.push(failure),
             }
         }
@@ -127,16 +128,15 @@ pub(super) async fn replay_damaged(
     Ok((shared, lost))
 }
 
-/// Reads a page of the usage. Returns with its name why it is lost or damaged.
-fn usage_page(
-    access: &Access,
-    id: PageId,
-) -> Part<'_, Result<(PageId, Result<Usage, Failure>), Failure>> {
+/// A page of the usage, or why it is lost or damaged.
+type UsagePage = Result<Usage, Failure>;
+
+fn usage_page(access: &Access, id: PageId) -> Part<'_, Result<UsagePage, Failure>> {
     Box::pin(async move {
         let found = access.page(id, Usage::decode).await;
         match found.and_then(|page| page.ok_or(Failure::Lost(id.object()))) {
             Err(failure) if !is_defect(&failure) => Err(failure),
-            page => Ok((id, page)),
+            page => Ok(page),
         }
     })
 }
