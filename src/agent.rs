@@ -188,7 +188,10 @@ impl Node {
 
 impl NodeVolumes for Node {
     fn observe(&self, handle: &str) -> Observed {
-        let Some(view) = self.view(handle) else { return Observed::default() };
+        let Some(view) = self.view(handle) else {
+            let is_unknown = self.executor.may_have_unusable(&mapping_name(handle));
+            return Observed { is_unknown, ..Observed::default() };
+        };
         let record = &view.record;
         let id = u64::from_str_radix(&record.mapping_id, 16).unwrap_or_default();
         let device_path = view.node().map(|node| node.display().to_string()).unwrap_or_default();
@@ -204,7 +207,11 @@ impl NodeVolumes for Node {
             state: state(&view),
             worker: id.wrapping_add(record.generation),
         };
-        Observed { wanted: record.intent == Intent::Mapped, mapping: Some(mapping) }
+        Observed {
+            wanted: record.intent == Intent::Mapped,
+            mapping: Some(mapping),
+            is_unknown: false,
+        }
     }
 
     fn remembered(&self) -> Answer<'_, Vec<String>> {

@@ -13,6 +13,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Instant;
 
 use nix::fcntl::{OFlag, openat};
@@ -52,7 +53,8 @@ pub(super) fn in_namespaces<T: Send + 'static>(
     action: fn(&File, &Disk) -> io::Result<T>,
 ) -> Result<Vec<io::Result<T>>> {
     let unreadable = |error| Error::from_io(format!("cannot open {}", proc.0.display()), error);
-    let directory = File::open(&proc.0).map_err(unreadable)?;
+    // Shared, so that it is closed here: a thread may have a table of descriptors of its own.
+    let directory = Arc::new(File::open(&proc.0).map_err(unreadable)?);
     let mut failed = None;
     let mut done = Vec::new();
     for some in namespaces(proc, disk, which)?.chunks(AT_ONCE) {
@@ -60,10 +62,10 @@ pub(super) fn in_namespaces<T: Send + 'static>(
             let running: Vec<_> = some
                 .iter()
                 .map(|namespace| {
-                    let (directory, disk) = (directory.try_clone(), disk.clone());
+                    let (directory, disk) = (Arc::clone(&directory), disk.clone());
                     let (own, there) = (namespace.own, namespace.descriptor.try_clone());
                     let call = move || {
-                        let (directory, there) = (directory?, there?);
+                        let there = there?;
                         if !own {
                             enter(&there)?;
                         }

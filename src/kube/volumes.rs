@@ -48,7 +48,10 @@ pub(crate) async fn decide(cluster: &Cluster, name: &str) -> Result<Next> {
         let record = read.as_ref().map(|known| known.record.as_ref().unwrap_or(&none));
         let view = View { grant: stored.as_ref(), requests, nodes, record, is_gone };
         let now = api::now();
-        if volume.grant.as_deref().is_some_and(VolumeGrant::lacks_labels) {
+        // Only a node that wants the volume has to see it.
+        if !volume.requests.is_empty()
+            && volume.grant.as_deref().is_some_and(VolumeGrant::lacks_labels)
+        {
             volume.replace(volume.grant(volume.version().map(Version))?, "labels").await?;
             continue;
         }
@@ -165,7 +168,7 @@ impl<'a> ObservedVolume<'a> {
             Step::Forget { version, node } => self.forget(version, &node).await,
             Step::Fence(target, reason) => self.fence(target, reason).await,
             Step::Unfence(client) => {
-                tracing::info!(grant = self.name, client, "the client may connect again");
+                tracing::info!(grant = self.name, client, "the fence of the client ends");
                 self.at_storage(move |storage, deadline| storage.unfence(&client, deadline)).await
             }
             Step::RemoveFinalizer(version) => self.remove_finalizer(version).await,

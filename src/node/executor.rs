@@ -196,6 +196,11 @@ impl Executor {
         &self.context.register
     }
 
+    /// Returns whether a mapping with this name may exist whose record this daemon cannot use.
+    pub fn may_have_unusable(&self, name: &str) -> bool {
+        self.context.unmanaged.may_have(name)
+    }
+
     /// Returns the problems that were found when the daemon started.
     pub fn findings(&self) -> Vec<String> {
         self.context.findings()

@@ -46,6 +46,14 @@ impl Unmanaged {
         matches!(self.records().get(mapping_id), Some(Reason::Unreadable))
     }
 
+    /// Returns whether one of the mappings may have this name: the name in a record that cannot be read is not known.
+    pub(crate) fn may_have(&self, name: &str) -> bool {
+        self.records().values().any(|reason| match reason {
+            Reason::NewerVersion(Some(taken)) => taken == name,
+            Reason::NewerVersion(None) | Reason::Unreadable => true,
+        })
+    }
+
     /// Checks that no mapping of a newer build has the name `name`. With a second mapping of this name, the
     /// newer build would ignore one of the two.
     ///
@@ -91,5 +99,21 @@ impl Unmanaged {
 
     fn records(&self) -> MutexGuard<'_, BTreeMap<String, Reason>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_that_cannot_be_read_may_have_any_name() {
+        let unmanaged = Unmanaged::default();
+        assert!(!unmanaged.may_have("a"));
+        let newer = Reason::NewerVersion(Some("a".to_owned()));
+        unmanaged.records().insert("1".to_owned(), newer);
+        assert!(unmanaged.may_have("a") && !unmanaged.may_have("b"));
+        unmanaged.records().insert("2".to_owned(), Reason::Unreadable);
+        assert!(unmanaged.may_have("b"));
     }
 }

@@ -226,7 +226,7 @@ pub(crate) fn ask(
                 Some(Ok(()) | Err(StoreError::Exists)) => is_sent = true,
                 Some(Err(error @ StoreError::Unclear(_))) => unclear = Some(error),
                 Some(Err(error)) => return Err(failed(error)),
-                None => {}
+                None => unclear = Some(StoreError::Unclear("no answer".into())),
             }
         }
         match block_until(deadline, store.read(&name, 0..MAX_BYTES as u64)) {

@@ -244,7 +244,7 @@ impl Part {
         match new.write(true).create_new(true).mode(0o600).open(&path) {
             Ok(_) => Ok(Self { path, is_complete: false }),
             Err(error) => {
-                let repair = "check the directory; a file with this name is left by an export that was killed, and can be removed";
+                let repair = "check the directory; a file with this name is left by an export that was killed, or is the complete copy of one whose name was taken: look before you remove it";
                 let what = format!("cannot create {}", path.display());
                 Err(Error::from_io(what, error).with_repair(repair))
             }

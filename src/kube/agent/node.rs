@@ -19,6 +19,8 @@ pub struct Observed {
     pub wanted: bool,
     /// The mapping; `None` if no mount, no opener, no device and no worker is left.
     pub mapping: Option<ObservedMapping>,
+    /// There may be a mapping that the supervisor cannot manage, because it cannot read its record.
+    pub is_unknown: bool,
 }
 
 /// A mapping of a node.

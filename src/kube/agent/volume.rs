@@ -139,7 +139,7 @@ mod tests {
             state: MappingState::Usable,
             worker,
         };
-        Observed { wanted: true, mapping: Some(mapping) }
+        Observed { wanted: true, mapping: Some(mapping), is_unknown: false }
     }
 
     #[test]

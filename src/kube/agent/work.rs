@@ -118,6 +118,13 @@ impl Shared {
             let observed = self.node.observe(&volume.handle);
             let local = volume.observe(&observed);
             volume.offer = None;
+            // Nothing says that a fenced mapping is gone: its worker may still write.
+            let is_fenced = stored
+                .as_ref()
+                .is_some_and(|stored| stored.grant.fences_of(&self.config.node).next().is_some());
+            if observed.is_unknown && is_fenced {
+                return None;
+            }
             if !is_listed && local.mapping.is_none() {
                 return None;
             }

@@ -53,6 +53,7 @@ async fn adopt(cx: &Context, spec: &MapSpec, deadline: Instant) -> Result<()> {
             continue;
         }
         // A new record would replace the one that this daemon cannot use.
+        cx.unmanaged.check_name(&spec.name)?;
         cx.unmanaged.check_device(&identity)?;
         let Some(worker) = worker_of(cx, &identity, deadline).await else { continue };
         let record = lost_record(cx, spec, &device, &identity, &worker)?;
