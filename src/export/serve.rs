@@ -59,8 +59,8 @@ pub struct ServeOptions {
     pub ends_with: Option<Arc<OwnedFd>>,
 }
 
-/// Serves until SIGTERM or SIGINT, or until the end of [`ServeOptions::ends_with`]. `confine` confines this process as the backend allows; it is called while
-/// this process has one thread. `ready` is called with the address (the port that the system chose included)
+/// Serves until SIGTERM or SIGINT, or until the end of [`ServeOptions::ends_with`]. `confine` confines this process as the
+/// backend allows; it is called while this process has one thread. `ready` is called with the address (the port that the system chose included)
 /// once clients can connect.
 ///
 /// # Errors

@@ -82,7 +82,7 @@ pub enum Step {
     },
     /// Fence a holder at the storage ([`Record::plan_fence`], [`Record::seal`]), and read the record again.
     Fence(Target, FencingReason),
-    /// Let a client connect again whose end is proved ([`Record::unfence`]), and read the record again.
+    /// End the fencing of a client whose end is proved ([`Record::unfence`]), and read the record again.
     Unfence(String),
     /// Remove the finalizer of the grant, which is being deleted and has no holder.
     RemoveFinalizer(Option<Version>),

@@ -54,7 +54,7 @@ pub struct Seal {
     pub generation: Generation,
     /// The node that was fenced.
     pub node: String,
-    /// The client that is cut off; none if the node had not claimed, or if the client may connect again.
+    /// The client that is cut off; none if the node had not claimed, or if the client has ended.
     pub client: Option<String>,
     /// The hash of the machine id of the client's node; none if it is not known. Several machines may have the name
     /// of the node one after the other.

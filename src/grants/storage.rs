@@ -33,7 +33,8 @@ pub trait Fencing: Debug + Send + Sync {
     /// Returns an error if the storage does not answer, or if the record has changed meanwhile.
     fn fence(&self, target: &Target, deadline: Instant) -> Result<()>;
 
-    /// Lets the client connect again: afterwards no seal of the record names it.
+    /// Ends the fencing of a client that has ended: afterwards no seal of the record names it. What it has sent before may
+    /// still be refused.
     ///
     /// # Errors
     /// Returns an error if the storage does not answer, or if the record has changed meanwhile.

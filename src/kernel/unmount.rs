@@ -9,7 +9,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use nix::fcntl::AtFlags;
@@ -22,14 +22,13 @@ use rustix::mount::{
 };
 
 use super::UnmountScope;
-use cleat_sys::process::keep_only;
-
 use super::bounded_call::BoundedCalls;
 use super::mountinfo::{is_at_its_path, uncovered};
 use super::namespaces::{in_namespaces, mountinfo};
 use super::sysfs::Disk;
 use super::usage::Proc;
 use cleat_core::error::Result;
+use cleat_sys::process::keep_only;
 
 /// The maximum number of passes over one namespace. Each pass unmounts at least one mount of a stack of
 /// mounts.
@@ -57,15 +56,22 @@ pub(super) fn unmount(
     }
     let unmounted =
         in_namespaces(proc, threads, disk, which, "unmount a device", deadline, unmount_here)?;
-    for error in unmounted.into_iter().filter_map(io::Result::err) {
-        // The mounts of a namespace that this process may not enter stay. They are listed as holders.
-        tracing::warn!(%error, "cannot unmount in a mount namespace");
+    for outcome in unmounted {
+        match outcome {
+            Ok(uncovered) => uncovered.iter().for_each(|(path, error)| {
+                tracing::warn!(path = %path.display(), %error, "cannot cover an unmounted directory");
+            }),
+            // The mounts of a namespace that this process may not enter stay. They are listed as holders.
+            Err(error) => tracing::warn!(%error, "cannot unmount in a mount namespace"),
+        }
     }
     Ok(())
 }
 
-/// Unmounts lazily every mount of the device that the calling thread sees, from the top down.
-fn unmount_here(proc: &File, disk: &Disk) -> io::Result<()> {
+/// Unmounts lazily every mount of the device that the calling thread sees, from the top down. Returns the directories that
+/// could not be covered. Logs nothing: the thread has no connection to the journal.
+fn unmount_here(proc: &File, disk: &Disk) -> io::Result<Vec<(PathBuf, io::Error)>> {
+    let mut not_covered = Vec::new();
     keep_only(&[proc.as_fd()])?;
     let is_container = is_container(proc);
     for _ in 0..ROUNDS_MAX {
@@ -84,7 +90,8 @@ fn unmount_here(proc: &File, disk: &Disk) -> io::Result<()> {
                 Ok(()) => {
                     progress = true;
                     if is_shown && !is_covered {
-                        cover(&mount.path);
+                        let covered = cover(&mount.path);
+                        not_covered.extend(covered.err().map(|error| (mount.path, error)));
                     }
                 }
                 // It was unmounted with another one, or (EINVAL) a less privileged namespace locks it.
@@ -92,10 +99,10 @@ fn unmount_here(proc: &File, disk: &Disk) -> io::Result<()> {
             }
         }
         if !progress {
-            return refused.map_or(Ok(()), Err);
+            return refused.map_or(Ok(not_covered), Err);
         }
     }
-    Ok(())
+    Ok(not_covered)
 }
 
 /// Returns whether the root of the calling thread's namespace is neither that of this process nor that of the host. Other
@@ -148,13 +155,11 @@ fn cover_beneath(path: &Path) -> bool {
 
 /// Mounts an empty directory without the right to write. Between the unmount and this mount, a process can write to the
 /// directory below.
-fn cover(path: &Path) {
+fn cover(path: &Path) -> io::Result<()> {
     let flags = MsFlags::MS_RDONLY | MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
     let options = OPTIONS.map(|(option, value)| format!("{option}={value}")).join(",");
     // A mount of one file has no directory: the file that is there instead is that of the container.
-    if let Err(error) = mount(Some(SOURCE), path, Some("tmpfs"), flags, Some(&*options)) {
-        tracing::warn!(path = %path.display(), %error, "cannot cover an unmounted directory");
-    }
+    Ok(mount(Some(SOURCE), path, Some("tmpfs"), flags, Some(&*options))?)
 }
 
 #[cfg(test)]

@@ -242,13 +242,14 @@ pub(crate) fn ask(
         }
         let _ = block_until(deadline, store.back_off(LOOKS));
     }
+    let _ = block_until(SystemClock.now() + PAUSE, store.delete(&request_name(number)));
     if let Some(error) = unclear {
         return Err(failed(error));
     }
-    let _ = block_until(SystemClock.now() + PAUSE, store.delete(&request_name(number)));
     let message = format!("{shown} is in use, and its client has not answered");
     Err(Error::new(ErrorKind::InUse, message).with_repair(
-        "cleat fence ls shows the client; unmap the volume there, or repeat the command",
+        "cleat fence ls shows the client; unmap the volume there, or repeat the command. If the client has ended for good: \
+         cleat fence add",
     ))
 }
 

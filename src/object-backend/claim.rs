@@ -82,7 +82,7 @@ impl Attempt<'_> {
     async fn admit(&self) -> Result<std::result::Result<Seen, Lost>> {
         let failed = |failure| failed(self.name, failure);
         if self.usage == Use::Serve && !self.place.is_pinned().await.map_err(failed)? {
-            return Err(incomplete(self.name));
+            return Err(incomplete(ErrorKind::Unavailable, self.name));
         }
         let seen = newest(self.place).await.map_err(failed)?;
         // A clone that was used once has what it needs, whatever happens to the snapshot.
@@ -90,7 +90,7 @@ impl Attempt<'_> {
             && seen.epoch == 0
             && self.place.is_snapshot_deleted().await.map_err(failed)?
         {
-            return Err(incomplete(self.name));
+            return Err(incomplete(ErrorKind::Unavailable, self.name));
         }
         if self.usage != Use::Remove && seen.is_being_removed() {
             return Err(removed(self.name));
@@ -111,10 +111,10 @@ impl Attempt<'_> {
     }
 }
 
-pub(crate) fn incomplete(name: &str) -> Error {
+/// The error for a clone that its parent does not keep.
+pub(crate) fn incomplete(kind: ErrorKind, name: &str) -> Error {
     let message = format!("the creation of the clone {name}, or its removal, was interrupted");
-    Error::new(ErrorKind::Unavailable, message)
-        .with_repair("repeat the command that created or removed it")
+    Error::new(kind, message).with_repair("repeat the command that created or removed it")
 }
 
 /// The error for a volume whose removal has begun.

@@ -110,16 +110,15 @@ impl Run<'_> {
 mod tests {
     use std::ops::ControlFlow;
 
+    use cleat_backend::OpenOptions;
     use cleat_backend::store::{CloneStore, Layout, Removal, SnapshotStore, Source, Store};
-    use cleat_backend::uri::Options;
-    use cleat_backend::{CredentialSet, OpenOptions};
     use cleat_object::volume::Volume;
 
     use super::*;
     use crate::executor::block_until;
     use crate::home::Home;
     use crate::image::ObjectImage;
-    use crate::snapshots::tests::{claimant, on};
+    use crate::snapshots::tests::{claimant, home, on};
     use crate::writer::change;
 
     const SIZE: u64 = 8 << 20;
@@ -135,10 +134,7 @@ mod tests {
     impl Fixture {
         fn new() -> Self {
             let directory = tempfile::tempdir().unwrap();
-            let path = directory.path().to_str().unwrap();
-            let home = Home::parse("dir", path, Options::parse("").unwrap()).unwrap();
-            let store =
-                ObjectStore::connect(&home, &claimant("c"), CredentialSet::default()).unwrap();
+            let (home, store) = home(directory.path());
             Store::create(&store, "v", SIZE, &Layout::default()).unwrap();
             let (volume, place) = store.existing("v").unwrap();
             let written =

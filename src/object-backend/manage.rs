@@ -297,9 +297,7 @@ impl Store for ObjectStore {
             return Err(error.with_repair("cleat volume remove with --now ends the removal"));
         }
         if !wait(&shown, after(CALL_TIMEOUT), place.is_pinned())? {
-            let error = incomplete(&shown);
-            return Err(Error::new(ErrorKind::NotFound, error.message())
-                .with_repair("repeat the command that created or removed it"));
+            return Err(incomplete(ErrorKind::NotFound, &shown));
         }
         let labels = self.labels_of(name, &place)?;
         let view = Self::view(&volume, &place)?;

@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use cleat_backend::CredentialSet;
 use cleat_backend::store::{CloneStore, Layout, Page, Removal, SnapshotStore, Source, Store};
-use cleat_backend::uri::Options;
 use cleat_core::error::{ErrorKind, Result};
 use cleat_object::store::{self as objects, Pending, StoreError};
 use cleat_object::volume::Volume;
@@ -20,7 +19,7 @@ use crate::errors::wait;
 use crate::fence::end;
 use crate::home::Home;
 use crate::manage::ObjectStore;
-use crate::snapshots::tests::{claimant, on};
+use crate::snapshots::tests::{home, on};
 use crate::timeouts::{CALL_TIMEOUT, after};
 use crate::writer::{change, change_within};
 
@@ -36,9 +35,7 @@ struct Fixture {
 impl Fixture {
     fn new() -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let options = Options::parse("").unwrap();
-        let home = Home::parse("dir", directory.path().to_str().unwrap(), options).unwrap();
-        let store = ObjectStore::connect(&home, &claimant("c"), CredentialSet::default()).unwrap();
+        let (home, store) = home(directory.path());
         let fixture = Self { store, home, directory };
         assert_eq!(fixture.create("v"), Ok(true));
         let (volume, place) = fixture.store.existing("v").unwrap();

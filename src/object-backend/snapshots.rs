@@ -58,6 +58,7 @@ impl SnapshotStore for ObjectStore {
 #[cfg(test)]
 pub(crate) mod tests {
     use std::ops::ControlFlow;
+    use std::path::Path;
 
     use cleat_backend::claimant::{Claimant, ProcessMark};
     use cleat_backend::store::{Layout, Removal, Store};
@@ -82,6 +83,14 @@ pub(crate) mod tests {
             process: ProcessMark::own(),
             ..Claimant::default()
         }
+    }
+
+    /// The volumes in a directory.
+    pub(crate) fn home(directory: &Path) -> (Home, ObjectStore) {
+        let options = Options::parse("").unwrap();
+        let home = Home::parse("dir", directory.to_str().unwrap(), options).unwrap();
+        let store = ObjectStore::connect(&home, &claimant("c"), CredentialSet::default()).unwrap();
+        (home, store)
     }
 
     pub(crate) fn on(_: u64, _: u64) -> ControlFlow<()> {

@@ -106,8 +106,14 @@ impl Fencing for GrantRecord {
             let removed = cluster.blocklist_remove(&client);
             removed.map_err(|error| not_removed(error, &client, &spec))?;
             // Ceph does not change the end of an entry that exists. After a failure, nothing would add it again.
-            let add = || fence_client(cluster, &client, Liveness::Ended);
-            (1..ADDITIONS).find_map(|_| add().ok()).map_or_else(add, Ok)
+            let mut added = fence_client(cluster, &client, Liveness::Ended);
+            for _ in 1..ADDITIONS {
+                if added.is_ok() {
+                    break;
+                }
+                added = fence_client(cluster, &client, Liveness::Ended);
+            }
+            added
         })
     }
 

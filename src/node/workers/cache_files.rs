@@ -17,7 +17,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -55,6 +55,8 @@ struct Caches {
     config: CacheConfig,
     /// Held while a shared cache gets its first user, or loses its last one. The number of the next directory in the trash.
     trash: Mutex<u64>,
+    /// The mappings that have ended, and whose files may be left.
+    ended: Mutex<Vec<String>>,
 }
 
 /// The open files of a cache, and the maximum length of each in bytes.
@@ -66,7 +68,8 @@ pub(super) struct Opened {
 
 impl CacheFiles {
     pub(super) fn new(config: &CacheConfig) -> Self {
-        let caches = Caches { config: config.clone(), trash: Mutex::new(0) };
+        let (config, trash, ended) = (config.clone(), Mutex::new(0), Mutex::default());
+        let caches = Caches { config, trash, ended };
         Self { caches: Arc::new(caches), stuck: Arc::default() }
     }
 
@@ -77,7 +80,10 @@ impl CacheFiles {
             return Opened::default();
         }
         let (id, cache) = (mapping_id.to_owned(), cache.clone());
-        let opened = self.within(OPEN_TIMEOUT, move |caches| caches.open(&id, &cache));
+        let opened = self.within(OPEN_TIMEOUT, move |caches| {
+            caches.remove_ended();
+            caches.open(&id, &cache)
+        });
         opened.unwrap_or_else(|| {
             tracing::warn!(mapping_id, "the mapping has no cache: its disk does not answer");
             Opened::default()
@@ -85,14 +91,18 @@ impl CacheFiles {
     }
 
     /// Removes the files of a mapping, and those of a shared cache with the last mapping that uses it. Workers that use
-    /// them still can, until they end. If the disk does not answer in time, that happens when it does.
-    pub(super) fn remove(&self, mapping_id: &str) {
-        if self.caches.config.directory.is_some() {
-            let id = mapping_id.to_owned();
-            if self.within(REMOVE_TIMEOUT, move |caches| caches.remove(&id)).is_none() {
-                tracing::warn!(mapping_id, "the cache is not removed: its disk does not answer");
-            }
+    /// them still can, until they end. Returns false if the disk does not answer in time: they are removed when it does, or
+    /// by a later call.
+    pub(super) fn remove(&self, mapping_id: &str) -> bool {
+        if self.caches.config.directory.is_none() {
+            return true;
         }
+        self.caches.ended().push(mapping_id.to_owned());
+        let is_done = self.within(REMOVE_TIMEOUT, Caches::remove_ended).is_some();
+        if !is_done {
+            tracing::warn!(mapping_id, "the cache is not removed: its disk does not answer");
+        }
+        is_done
     }
 
     /// Runs a call on a thread of its own. Returns `None` if it takes longer, or if too many threads wait already.
@@ -152,9 +162,15 @@ impl Caches {
         })
     }
 
-    fn remove(&self, mapping_id: &str) {
-        if let Some(directory) = &self.config.directory {
-            let _ = self.leave(directory, mapping_id, None, || Ok(()));
+    fn ended(&self) -> MutexGuard<'_, Vec<String>> {
+        self.ended.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn remove_ended(&self) {
+        let Some(directory) = &self.config.directory else { return };
+        let ended = std::mem::take(&mut *self.ended());
+        for mapping_id in ended {
+            let _ = self.leave(directory, &mapping_id, None, || Ok(()));
         }
     }
 
@@ -364,10 +380,12 @@ mod tests {
     fn a_disk_that_hangs_costs_a_bounded_number_of_threads_and_the_cache() {
         let directory = tempfile::tempdir().unwrap();
         let some = caches(directory.path());
+        let names = || (0..MAX_STUCK + 4).map(|number| format!("a{number}"));
+        names().for_each(|name| drop(some.open(&name, &CacheUse::Own)));
         let held = some.caches.trash.lock().unwrap();
-        for _ in 0..MAX_STUCK + 4 {
-            let caches = some.within(Duration::from_millis(1), |caches| caches.remove("a"));
-            assert!(caches.is_none());
+        for name in names() {
+            some.caches.ended().push(name);
+            assert!(some.within(Duration::from_millis(1), Caches::remove_ended).is_none());
         }
         assert_eq!(some.stuck.load(Ordering::Relaxed), MAX_STUCK);
         assert_eq!(some.open("a", &CacheUse::Own).files.len(), 0);
@@ -376,6 +394,8 @@ mod tests {
             thread::yield_now();
         }
         assert_eq!(some.open("a", &CacheUse::Own).files.len(), 64);
+        let left = |name: &String| directory.path().join("cache").join(name).exists();
+        assert!(!names().any(|name| left(&name)), "the later calls have removed them");
     }
 
     #[test]

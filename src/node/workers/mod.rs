@@ -69,9 +69,10 @@ impl Workers {
     /// Removes the control sockets, the tail file and the cache of a mapping that does not exist any more.
     pub(crate) fn remove_files(&self, mapping_id: &str) {
         self.tails.remove(mapping_id);
-        self.caches.remove(mapping_id);
-        // Last: a later supervisor finds what is left by the sockets.
-        self.sockets.remove(mapping_id);
+        // A later supervisor finds what is left by the sockets.
+        if self.caches.remove(mapping_id) {
+            self.sockets.remove(mapping_id);
+        }
     }
 
     /// Returns the identity of the executable that new workers run, see

@@ -339,19 +339,15 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     use cleat_backend::store::{Layout, Removal, Store as _};
-    use cleat_backend::uri::Options;
 
     use super::*;
-    use crate::home::Home;
     use crate::manage::ObjectStore;
-    use crate::snapshots::tests::claimant;
+    use crate::snapshots::tests::home;
 
     const SIZE: u64 = 1 << 20;
 
     fn store(directory: &Path) -> ObjectStore {
-        let options = Options::parse("").unwrap();
-        let home = Home::parse("dir", directory.to_str().unwrap(), options).unwrap();
-        ObjectStore::connect(&home, &claimant("c"), CredentialSet::default()).unwrap()
+        home(directory).1
     }
 
     fn create(store: &ObjectStore, name: &str, size: u64) -> std::result::Result<bool, ErrorKind> {
