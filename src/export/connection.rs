@@ -458,7 +458,7 @@ impl Connection {
         self.requests.start(cookie, request, Some(buffer), self.link.ring());
     }
 
-    /// Whether a request must wait for a stalled one of another connection; see `modifications`.
+    /// Whether a request must wait for an earlier one to the same range; see `modifications`.
     fn waits_for_stalled(&mut self, request: &Request) -> bool {
         let waits = self.requests.must_wait(request);
         self.overlap_due_ns = waits.then(|| self.requests.now_ns() + OVERLAP_CHECK_NS);

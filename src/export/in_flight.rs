@@ -116,11 +116,13 @@ impl InFlight {
     }
 
     /// Calls `answer` with every request whose client waits for a reply, which then counts as answered.
-    pub(super) fn answer_all(&mut self, mut answer: impl FnMut(&Running)) {
-        for running in self.places.iter_mut().flatten().filter(|running| !running.answered) {
-            answer(running);
-            running.answered = true;
-            self.answered += 1;
+    pub(super) fn answer_all(&mut self, mut answer: impl FnMut(RequestId, &Running)) {
+        for (id, place) in (0..).zip(&mut self.places) {
+            if let Some(running) = place.as_mut().filter(|running| !running.answered) {
+                answer(id, running);
+                running.answered = true;
+                self.answered += 1;
+            }
         }
     }
 }
@@ -154,8 +156,8 @@ mod tests {
         assert_ne!(first, second);
         assert_eq!(in_flight.remove(first).cookie, 7);
         assert_eq!((in_flight.len(), in_flight.unanswered()), (1, 1));
-        in_flight.answer_all(|running| assert_eq!(running.cookie, 8));
-        in_flight.answer_all(|_| panic!("each is answered once"));
+        in_flight.answer_all(|id, running| assert_eq!((id, running.cookie), (second, 8)));
+        in_flight.answer_all(|_, _| panic!("each is answered once"));
         assert_eq!((in_flight.len(), in_flight.unanswered()), (1, 0));
         assert_eq!(in_flight.insert(READ), first);
     }
@@ -169,7 +171,7 @@ mod tests {
         assert_eq!((in_flight.len(), in_flight.unanswered()), (3, 1));
         in_flight.remove(own);
         assert_eq!((in_flight.len(), in_flight.unanswered()), (2, 1));
-        in_flight.answer_all(|_| {});
+        in_flight.answer_all(|_, _| {});
         in_flight.remove(other);
         assert_eq!((in_flight.len(), in_flight.unanswered()), (1, 0));
     }

@@ -6,6 +6,10 @@
 //! volume is held back while it overlaps one of another connection that is stalled or whose connection is
 //! ending.
 //!
+//! While all I/O fails, a client gets the replies to its requests before the backend has ended them; see `requests`. For the
+//! client such a request is over, so it may write the range again as soon as I/O is accepted, over the same connection,
+//! too. The later request is held back in the same way, whatever the age of the earlier one is.
+//!
 //! Invariants:
 //! - A request that changes the volume is listed from its start until the backend has ended it. Only the
 //!   thread of its connection changes the list.
@@ -14,7 +18,7 @@
 //! - A request that waited in the connection is not started after the peer has closed the socket; see
 //!   `connection`.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cleat_backend::RequestId;
@@ -37,6 +41,8 @@ pub(super) struct Registry {
 struct Listed {
     /// When its oldest request was received; 0: it has none; [`ENDING`]: the connection is ending.
     oldest_ns: AtomicU64,
+    /// The number of ranges whose requests were answered before their end. It lets the others skip the ranges.
+    answered: AtomicUsize,
     /// A place for each request number.
     ranges: Box<[Range]>,
 }
@@ -48,6 +54,8 @@ struct Range {
     offset: AtomicU64,
     /// 0: the place is free.
     end: AtomicU64,
+    /// The client has its reply already.
+    is_answered: AtomicBool,
 }
 
 /// One connection's list, and its view of the other ones. After its drop the listed requests count as
@@ -73,7 +81,8 @@ impl Modifications {
     /// Adds the list of a connection with at most `depth` requests in flight.
     pub(super) fn new(registry: Arc<Registry>, depth: usize) -> (Self, Listing) {
         let ranges = (0..depth).map(|_| Range::default()).collect();
-        let own = Arc::new(Listed { oldest_ns: AtomicU64::new(0), ranges });
+        let (oldest_ns, answered) = Default::default();
+        let own = Arc::new(Listed { oldest_ns, answered, ranges });
         registry.change(|lists| lists.push(Arc::clone(&own)));
         let listing = Listing { registry: Arc::clone(&registry), list: Arc::clone(&own) };
         (Self { registry, own, others: Vec::new(), version: 0 }, listing)
@@ -92,10 +101,24 @@ impl Modifications {
         }
     }
 
+    /// Records that the client gets the reply to the request `id` now, and that the backend has not ended it. Later
+    /// requests of all connections wait for its end, if it changes the volume.
+    pub(super) fn answered(&self, id: RequestId, request: &Request) {
+        if request.op.modifies()
+            && !self.own.ranges[id as usize].is_answered.swap(true, Ordering::Release)
+        {
+            self.own.answered.fetch_add(1, Ordering::Release);
+        }
+    }
+
     /// Removes the request `id` from the list, if it changes the volume.
     pub(super) fn ended(&self, id: RequestId, request: &Request) {
         if request.op.modifies() {
-            self.own.ranges[id as usize].end.store(0, Ordering::Release);
+            let range = &self.own.ranges[id as usize];
+            range.end.store(0, Ordering::Release);
+            if range.is_answered.swap(false, Ordering::Release) {
+                self.own.answered.fetch_sub(1, Ordering::Release);
+            }
         }
     }
 
@@ -109,14 +132,18 @@ impl Modifications {
         self.own.oldest_ns.store(oldest_ns, Ordering::Release);
     }
 
-    /// Returns whether `request` changes a range that a stalled request of another connection may still
-    /// change.
+    /// Returns whether `request` changes a range that a stalled request of another connection, or a request of any
+    /// connection that was answered before its end, may still change.
     pub(super) fn must_wait(&mut self, request: &Request, now_ns: u64) -> bool {
         if !request.op.modifies() {
             return false;
         }
-        self.has_others()
-            && self.others.iter().any(|other| other.is_stalled(now_ns) && other.overlaps(request))
+        self.own.overlaps_answered(request)
+            || self.has_others()
+                && self.others.iter().any(|other| {
+                    other.is_stalled(now_ns) && other.overlaps(request)
+                        || other.overlaps_answered(request)
+                })
     }
 
     /// Returns whether there are other connections, over which the peer may send requests again.
@@ -164,11 +191,22 @@ impl Listed {
 
     /// A place that changes meanwhile belongs to a request that ends or begins now, so it has no copy.
     fn overlaps(&self, request: &Request) -> bool {
+        self.ranges.iter().any(|range| range.overlaps(request))
+    }
+
+    /// Whether a request that was answered before its end may still change the range of `request`.
+    fn overlaps_answered(&self, request: &Request) -> bool {
+        let is_answered = |range: &&Range| range.is_answered.load(Ordering::Acquire);
+        self.answered.load(Ordering::Acquire) > 0
+            && self.ranges.iter().filter(is_answered).any(|range| range.overlaps(request))
+    }
+}
+
+impl Range {
+    fn overlaps(&self, request: &Request) -> bool {
         let request_end = request.offset.saturating_add(request.length);
-        self.ranges.iter().any(|range| {
-            let end = range.end.load(Ordering::Acquire);
-            end > request.offset && range.offset.load(Ordering::Relaxed) < request_end
-        })
+        let end = self.end.load(Ordering::Acquire);
+        end > request.offset && self.offset.load(Ordering::Relaxed) < request_end
     }
 }
 
@@ -225,6 +263,35 @@ mod tests {
         assert!(two.must_wait(&write, NOW_NS), "the ring may still write");
         drop(listing);
         assert!(!two.must_wait(&write, NOW_NS));
+    }
+
+    /// The client may send a later write to the range as soon as I/O is accepted again.
+    #[test]
+    fn a_request_that_was_answered_before_its_end_holds_back_every_connection_until_it_ends() {
+        let registry = Arc::new(Registry::default());
+        let (mut one, _listing) = Modifications::new(Arc::clone(&registry), 2);
+        let write = request(Op::Write, 4096, 4096);
+        one.started(1, &write, NOW_NS);
+        one.answered(1, &write);
+        one.publish(Some(NOW_NS), false);
+        // A connection that is added later finds it, too.
+        let (mut two, _listing_of_two) = Modifications::new(registry, 2);
+        for (op, offset, length, waits) in [
+            (Op::Write, 0, 4097, true),
+            (Op::Trim, 8191, 1, true),
+            (Op::Write, 8192, 4096, false),
+            (Op::Read, 4096, 4096, false),
+        ] {
+            let request = request(op, offset, length);
+            assert_eq!(one.must_wait(&request, NOW_NS), waits, "{request:?}");
+            assert_eq!(two.must_wait(&request, NOW_NS), waits, "{request:?}");
+        }
+        // The reply is sent once, whatever happens to the connection; the next request in the place was not answered.
+        one.answered(1, &write);
+        one.ended(1, &write);
+        assert!(!one.must_wait(&write, NOW_NS) && !two.must_wait(&write, NOW_NS));
+        one.started(1, &write, NOW_NS);
+        assert!(!one.must_wait(&write, NOW_NS) && !two.must_wait(&write, NOW_NS));
     }
 
     /// Its thread may have published nothing for a while.

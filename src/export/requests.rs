@@ -232,9 +232,10 @@ impl Requests {
         self.fail_io = fail_io;
         if fail_io {
             self.fail_waiting();
-            let Self { in_flight, sending, statistics, pool, .. } = self;
-            in_flight.answer_all(|running| {
+            let Self { in_flight, sending, statistics, pool, modifications, .. } = self;
+            in_flight.answer_all(|id, running| {
                 let Running { cookie, request, started_ns, .. } = running;
+                modifications.answered(id, request);
                 let failed = Err(IoError::Broken);
                 sending.reply(*cookie, Some(request), failed, None, pool);
                 statistics.ended(request.op, request.length, *started_ns, failed);
@@ -276,7 +277,8 @@ impl Requests {
         self.modifications.publish(self.in_flight.oldest(), self.closing);
     }
 
-    /// Whether `request` must wait for a stalled request of another connection; see `modifications`.
+    /// Whether `request` must wait for a stalled request of another connection, or for one that was answered before its
+    /// end; see `modifications`.
     pub(super) fn must_wait(&mut self, request: &Request) -> bool {
         self.modifications.must_wait(request, self.now_ns)
     }

@@ -1,4 +1,5 @@
-//! Requests that the kernel's driver sends twice, over two connections of a device.
+//! Requests that the kernel's driver sends twice, over two connections of a device, and writes that were answered with an
+//! error while they are at the backend.
 
 use std::net::Shutdown;
 use std::sync::Arc;
@@ -61,6 +62,29 @@ fn a_request_that_waited_for_a_buffer_does_not_start_after_its_socket_was_given_
         second.expect(2, Ok(()));
         assert_eq!(slow.waiting(), 0, "only the copy reached the backend");
     }
+}
+
+/// Without the wait, the first write could end after the second one, which was acknowledged later.
+#[test]
+fn a_write_waits_for_one_that_was_failed_while_it_is_at_the_backend() {
+    let slow = Slow::new();
+    let fixture = Fixture::new(Arc::new(SlowImage(slow.clone())), Limits::default());
+    let (mut first, mut second) = (fixture.connect(), fixture.connect());
+    first.write(1, 4096, &[1; 4096]);
+    slow.wait_for(1);
+    fixture.server.set_fail_io(true);
+    first.expect(1, Err(IoError::Broken));
+    fixture.server.set_fail_io(false);
+    // Over the same connection, and over another one, at once.
+    first.write(2, 4096, &[2; 4096]);
+    second.write(3, 4096, &[2; 4096]);
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!(slow.waiting(), 1, "the later writes must not reach the backend");
+    slow.release(1);
+    slow.wait_for(2);
+    slow.release(2);
+    first.expect(2, Ok(()));
+    second.expect(3, Ok(()));
 }
 
 #[test]
