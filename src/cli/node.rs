@@ -21,6 +21,9 @@ Examples:
     $ cleat node --runtime-dir /tmp/c/run --state-dir /tmp/c/state
     $ cleat --socket /tmp/c/run/cleat.sock ls
 
+  Check the configuration of the daemon before its next start:
+    $ cleat node --check-config
+
   A CSI driver for one machine, with volumes in the directories of [csi.directories]:
     $ cleat node --csi-controller
 ";
@@ -53,6 +56,9 @@ pub(super) struct Node {
     /// Serve CSI, and also its Controller service on the same socket (csi.enabled and csi.controller)
     #[arg(long)]
     csi_controller: bool,
+    /// Check the configuration file and the other options, and exit; an upgrade lets the new build do this
+    #[arg(long)]
+    check_config: bool,
 }
 
 /// Runs the daemon until a signal ends it.
@@ -88,6 +94,9 @@ pub(super) fn run(globals: &Globals, args: Node) -> Result<()> {
     config.csi.enabled |= args.csi_controller;
     config.csi.controller |= args.csi_controller;
     config.check(std::path::Path::new("command line"))?;
+    if args.check_config {
+        return Ok(());
+    }
     config.log().init()?;
     cleat_node::daemon::run(&config, crate::backends::REGISTRY, &[csi])
 }
@@ -117,5 +126,31 @@ fn csi(
             tracing::error!("cannot serve CSI: {}", error.report());
             None
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::{Command, parse};
+
+    #[test]
+    fn a_check_refuses_what_a_start_would_refuse_and_starts_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("cleat.toml");
+        let check = |text: &str, more: &[&str]| {
+            std::fs::write(&file, text).unwrap();
+            let path = file.to_str().unwrap();
+            let mut arguments = vec!["cleat", "node", "--check-config", "--config", path];
+            arguments.extend(more);
+            let arguments: Vec<_> = arguments.into_iter().map(Into::into).collect();
+            let cli = parse(&arguments).unwrap();
+            let Command::Node(args) = cli.command else { panic!("another command") };
+            run(&cli.globals, args)
+        };
+        check("modprobe = false\n", &[]).unwrap();
+        let error = check("modprobe = false\nunknown = 1\n", &[]).expect_err("an unknown key");
+        assert!(error.message().contains("cleat.toml, line 2: unknown field"), "{error}");
+        assert!(check("", &["--log-level", "loud"]).is_err());
     }
 }
