@@ -322,7 +322,7 @@ fn render_all() -> Vec<Value> {
         assert_eq!(pod["containers"][0][probe]["httpGet"]["port"], 9001);
     }
     let config = take_config(&mut by_name(objects.clone()));
-    assert_eq!(config.metrics.listen, Listen::Tcp("0.0.0.0:9001".parse().unwrap()));
+    assert_eq!(config.metrics.listen, Listen::Tcp("[::]:9001".parse().unwrap()));
     assert_eq!(config.csi.socket(), Path::new("/data/kubelet/plugins/cleat.csi.storage/csi.sock"));
     assert_eq!(config.csi.directories["fast"], Path::new("/mnt/fast"));
     assert_eq!((config.log.level.as_str(), config.map.connections), ("debug", 2));

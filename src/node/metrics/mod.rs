@@ -9,10 +9,12 @@
 //! a long-lived connection. Everything that a client controls is limited: the number of connections, the
 //! size of a request's head, and the time.
 //!
-//! `scrape` collects the values, `families` names and formats them, `calls` counts calls of the control API.
+//! `scrape` collects the values, `families` names and formats them, `calls` counts calls of the control API, `listener`
+//! binds the TCP port.
 
 pub(crate) mod calls;
 mod families;
+mod listener;
 mod scrape;
 
 use std::convert::Infallible;
@@ -105,7 +107,7 @@ impl Endpoint {
                 (Listener::Unix(listener), Some(path))
             }
             Listen::Tcp(address) => {
-                let listener = TcpListener::bind(address).await.map_err(|error| {
+                let listener = listener::listen(*address).await.map_err(|error| {
                     Error::from_io(format!("cannot serve metrics on {address}"), error)
                         .with_repair("choose another metrics.listen, or \"off\"")
                 })?;

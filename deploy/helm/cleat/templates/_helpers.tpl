@@ -35,7 +35,7 @@ volumeMounts:
 {{- define "cleat.config" -}}
 {{- $config := dict
     "workers" (dict "cgroup" "/sys/fs/cgroup/cleat-workers" "upgrade_at_start" true)
-    "metrics" (dict "listen" (printf "%s:%d" (ternary "0.0.0.0" "127.0.0.1" .Values.monitoring.enabled) (int .Values.node.metricsPort)))
+    "metrics" (dict "listen" (printf "%s:%d" (ternary "[::]" "127.0.0.1" .Values.monitoring.enabled) (int .Values.node.metricsPort)))
     "csi" (dict "enabled" true "controller" true "grants" .Values.grants
         "clusters" "/etc/ceph/clusters.json" "directories" .Values.directories)
 }}
