@@ -70,7 +70,10 @@ pub(crate) fn trials() -> Vec<Trial> {
 
 /// The tests on a machine with systemd.
 pub(crate) fn trials_with_systemd() -> Vec<Trial> {
-    vec![trial("systemd_unit_csi_mounts_and_groups", unit::mounts_and_groups)]
+    vec![
+        trial("systemd_unit_csi_mounts_and_groups", unit::mounts_and_groups),
+        trial("systemd_unit_csi_encrypted_volume", unit::encrypted_volume),
+    ]
 }
 
 /// A daemon that serves CSI, with one directory for file volumes.

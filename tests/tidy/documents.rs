@@ -179,6 +179,9 @@ fn the_unit_keeps_workers_and_the_hosts_mounts() {
         "RuntimeDirectoryPreserve=yes",
         "SurviveFinalKillSignal=yes",
         "MemorySwapMax=0",
+        // Encrypted volumes of CSI: cryptsetup uses device-mapper and makes the nodes of its devices.
+        "DeviceAllow=block-* rwm",
+        "DeviceAllow=/dev/mapper/control rw",
     ] {
         assert!(settings.contains(&needed), "{needed}");
     }

@@ -9,8 +9,8 @@ use super::{KUBELET, STAGING, TARGET, VOLUMES, filesystem, mounts};
 use crate::fixture::shell;
 use crate::systemd;
 
-/// The files of a volume belong to the group of the pod, and the mounts are visible outside the unit.
-pub(crate) fn mounts_and_groups() {
+/// Starts the unit with a driver and the volume `v`, and connects to the driver.
+fn start() -> Client {
     systemd::install();
     shell(&format!(
         "rm -rf {VOLUMES} {KUBELET}; mkdir -p {VOLUMES} {KUBELET}/plugins_registry
@@ -19,7 +19,40 @@ pub(crate) fn mounts_and_groups() {
          driver = \"csi.test\"\ndirectories = {{ d = \"{VOLUMES}\" }}\nEND
          systemctl restart cleat || {{ journalctl -u cleat; exit 1; }}"
     ));
-    let client = Client::connect(&format!("{KUBELET}/plugins/csi.test/csi.sock"));
+    Client::connect(&format!("{KUBELET}/plugins/csi.test/csi.sock"))
+}
+
+/// Stops the unit, which must have succeeded.
+fn stop() {
+    shell("systemctl stop cleat; test \"$(systemctl show cleat -p Result --value)\" = success");
+}
+
+/// cryptsetup runs in the unit: it needs the control device of device-mapper, and makes the nodes of its devices.
+pub(crate) fn encrypted_volume() {
+    let client = start();
+    let volume_id = "file/n1/d/v".to_owned();
+    let stage = csi::NodeStageVolumeRequest {
+        volume_id: volume_id.clone(),
+        staging_target_path: STAGING.to_owned(),
+        volume_capability: Some(filesystem("ext4", Mode::SingleNodeWriter)),
+        volume_context: [("encrypted".to_owned(), "true".to_owned())].into(),
+        secrets: [("encryptionPassphrase".to_owned(), "passphrase".to_owned())].into(),
+        ..Default::default()
+    };
+    client.stage(stage).expect("stage");
+    shell(&format!("echo data > {STAGING}/file; dmsetup ls --target crypt | grep -q ."));
+    assert_eq!(mounts(STAGING), 1);
+    let staging_target_path = STAGING.to_owned();
+    client
+        .unstage(csi::NodeUnstageVolumeRequest { volume_id, staging_target_path })
+        .expect("unstage");
+    assert_eq!(shell("dmsetup ls --target crypt"), "No devices found");
+    stop();
+}
+
+/// The files of a volume belong to the group of the pod, and the mounts are visible outside the unit.
+pub(crate) fn mounts_and_groups() {
+    let client = start();
     let mut capability = filesystem("ext4", Mode::SingleNodeWriter);
     let Some(AccessType::Mount(mount)) = &mut capability.access_type else { unreachable!() };
     mount.volume_mount_group = "4242".to_owned();
@@ -53,5 +86,5 @@ pub(crate) fn mounts_and_groups() {
         .unstage(csi::NodeUnstageVolumeRequest { volume_id, staging_target_path })
         .expect("unstage");
     assert_eq!((mounts(STAGING), mounts(TARGET)), (0, 0));
-    shell("systemctl stop cleat; test \"$(systemctl show cleat -p Result --value)\" = success");
+    stop();
 }
