@@ -197,15 +197,23 @@ fn flatten(volume: &Volume) -> std::result::Result<Outcome, Failure> {
     }
 }
 
-/// Asks the writer of `epoch` to carry a change out, and waits for its answer.
+/// The writer that a command asks.
+pub(crate) struct Writer<'a> {
+    /// Its epoch. The writer of a later one does not execute the request.
+    pub(crate) epoch: u64,
+    /// Whether it is proved that its process has ended, so that it answers nothing any more.
+    pub(crate) has_ended: &'a dyn Fn() -> bool,
+}
+
+/// Asks a writer to carry a change out, and waits for its answer.
 ///
 /// # Errors
-/// Returns `InUse` if the writer does not answer until `deadline`; it may still carry the change out. Otherwise
-/// returns the writer's error, or that of the store.
+/// Returns `InUse` if the writer has ended without an answer, or does not answer until `deadline`; it may still carry the
+/// change out. Otherwise returns the writer's error, or that of the store.
 pub(crate) fn ask(
     store: &dyn Store,
     shown: &str,
-    (epoch, change): (u64, &Change),
+    (writer, change): (&Writer<'_>, &Change),
     deadline: Instant,
 ) -> Result<Outcome> {
     let failed = |error: StoreError| {
@@ -213,13 +221,18 @@ pub(crate) fn ask(
             .with_repair("check that the store can be reached, then repeat the command")
     };
     let number = token()?;
-    let request = Request { epoch, change: change.clone() };
+    let request = Request { epoch: writer.epoch, change: change.clone() };
     let bytes = serde_json::to_vec(&request).map_err(|error| {
         Error::new(ErrorKind::Internal, "internal: cannot print a request").with_source(error)
     })?;
     let name = answer_name(number);
-    let (mut is_sent, mut unclear) = (false, None);
+    let (mut is_sent, mut unclear, mut has_ended) = (false, None, false);
     while SystemClock.now() < deadline {
+        // Before the look for the answer: what the writer has answered is there when its process has ended.
+        has_ended = (writer.has_ended)();
+        if has_ended && !is_sent {
+            break;
+        }
         if !is_sent {
             match block_until(deadline, store.create(&request_name(number), &bytes)) {
                 // The number is random, so the request that exists is this one.
@@ -235,6 +248,10 @@ pub(crate) fn ask(
                 let _ = block_until(deadline, store.delete(&name));
                 return result(&bytes, shown);
             }
+            Some(Err(StoreError::NotFound)) if has_ended => {
+                unclear = None;
+                break;
+            }
             Some(Err(StoreError::NotFound)) => unclear = None,
             Some(Err(error @ StoreError::Unclear(_))) => unclear = Some(error),
             Some(Err(error)) => return Err(failed(error)),
@@ -246,11 +263,24 @@ pub(crate) fn ask(
     if let Some(error) = unclear {
         return Err(failed(error));
     }
-    let message = format!("{shown} is in use, and its client has not answered");
-    Err(Error::new(ErrorKind::InUse, message).with_repair(
-        "cleat fence ls shows the client; unmap the volume there, or repeat the command. If the client has ended for good: \
-         cleat fence add",
-    ))
+    Err(unanswered(shown, has_ended))
+}
+
+/// The error for a writer that has not answered.
+fn unanswered(shown: &str, has_ended: bool) -> Error {
+    let (message, repair) = match has_ended {
+        true => (
+            format!("the process that served {shown} has ended, and no other one serves it"),
+            "repeat the command when the mapping has a new worker, which cleat status shows. If there is no such mapping any \
+             more: cleat fence ls, then cleat fence add",
+        ),
+        false => (
+            format!("{shown} is in use, and its client has not answered"),
+            "cleat fence ls shows the client; unmap the volume there, or repeat the command. If the client has ended for \
+             good: cleat fence add",
+        ),
+    };
+    Error::new(ErrorKind::InUse, message).with_repair(repair)
 }
 
 fn result(bytes: &[u8], shown: &str) -> Result<Outcome> {

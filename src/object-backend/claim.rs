@@ -10,6 +10,7 @@ pub(crate) mod record;
 mod round_trips;
 
 use cleat_backend::claimant::Claimant;
+use cleat_backend::uri::shown;
 use cleat_core::clock::Clock;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_grants::record::Refusal;
@@ -90,7 +91,7 @@ impl Attempt<'_> {
             && seen.epoch == 0
             && self.place.is_snapshot_deleted().await.map_err(failed)?
         {
-            return Err(incomplete(ErrorKind::Unavailable, self.name));
+            return Err(without_snapshot(self.name, self.place));
         }
         if self.usage != Use::Remove && seen.is_being_removed() {
             return Err(removed(self.name));
@@ -115,6 +116,21 @@ impl Attempt<'_> {
 pub(crate) fn incomplete(kind: ErrorKind, name: &str) -> Error {
     let message = format!("the creation of the clone {name}, or its removal, was interrupted");
     Error::new(kind, message).with_repair("repeat the command that created or removed it")
+}
+
+/// The error for a clone that was never opened, and whose snapshot has a token of a deletion: it is deleted, or the writer
+/// has not removed the token of an attempt that it has given up.
+fn without_snapshot(name: &str, place: &Place) -> Error {
+    let of = place.parent().map(|of| (shown(&of.location), shown(&of.snapshot.name)));
+    let (parent, snapshot) = of.unwrap_or_default();
+    let message = format!(
+        "the clone {name} cannot be used: its snapshot {parent}@{snapshot} was deleted, or is being deleted"
+    );
+    Error::new(ErrorKind::Unavailable, message).with_repair(format!(
+        "look with cleat volume snapshot ls whether {parent} still has the snapshot. If it has: repeat in a minute if a \
+         client serves {parent}, otherwise run cleat volume fsck --repair for {parent}. If it has not: remove the clone \
+         with cleat volume remove --now"
+    ))
 }
 
 /// The error for a volume whose removal has begun.

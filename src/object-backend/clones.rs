@@ -7,7 +7,7 @@ use cleat_backend::uri::invalid;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_object::codec::{self, Snapshot};
 use cleat_object::name::VolumeId;
-use cleat_object::volume::{NewClone, Place};
+use cleat_object::volume::{Failure, NewClone, Place};
 
 use crate::claim::{newest, removed};
 use crate::errors::{no_snapshot, wait};
@@ -53,7 +53,7 @@ impl CloneStore for ObjectStore {
             let is_complete = wait(&clone.shown(), after(CALL_TIMEOUT), existing.is_pinned())?;
             check_compression(&clone, &existing, compression)?;
             self.check_labels(name, &existing, &layout.labels)?;
-            wait(&shown, after(CALL_TIMEOUT), place.pin(found.id, own.volume))?;
+            keeping(&shown, wanted, place.pin(found.id, own.volume))?;
             // It may have been flattened, and its pin removed, since the look.
             if let Some((_, now)) = self.find(name)?
                 && now.parent().is_none()
@@ -72,7 +72,7 @@ impl CloneStore for ObjectStore {
         };
         let labels = VolumeLabels { store: &*new.store, shown: &clone.shown(), volume: new.volume };
         labels.set(&layout.labels)?;
-        wait(&shown, after(CALL_TIMEOUT), place.create_clone(found.id, &new)).map(|()| true)
+        keeping(&shown, wanted, place.create_clone(found.id, &new)).map(|()| true)
     }
 
     fn flatten(&self, name: &str, progress: Progress<'_>) -> Result<bool> {
@@ -142,6 +142,31 @@ fn snapshot(volume: &VolumeAt, place: &Place, name: &str) -> Result<Snapshot> {
     let found = ObjectStore::view(volume, place)?.snapshots();
     let found = found.into_iter().find(|found| found.name == name);
     found.ok_or_else(|| no_snapshot(&volume.shown(), name))
+}
+
+/// Runs an operation that keeps an existing snapshot of the volume `shown` for a clone.
+///
+/// # Errors
+/// Returns `Unavailable` if the snapshot has a token of a deletion, and otherwise the failure of the operation.
+fn keeping(
+    shown: &str,
+    snapshot: &str,
+    operation: impl Future<Output = std::result::Result<(), Failure>>,
+) -> Result<()> {
+    let is_kept = wait(shown, after(CALL_TIMEOUT), async {
+        match operation.await {
+            Err(Failure::NoSnapshot) => Ok(false),
+            other => other.map(|()| true),
+        }
+    })?;
+    if is_kept {
+        return Ok(());
+    }
+    let message = format!("{shown}@{snapshot} was deleted, or is being deleted");
+    Err(Error::new(ErrorKind::Unavailable, message).with_repair(format!(
+        "repeat the command. If the snapshot stays: repeat it in a minute if a client serves {shown}, otherwise run cleat \
+         volume fsck --repair for {shown} first"
+    )))
 }
 
 fn is_of(parent: &codec::Parent, place: &Place, snapshot: &Snapshot) -> bool {

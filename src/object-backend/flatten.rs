@@ -5,7 +5,7 @@ use cleat_backend::store::Progress;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_object::volume::Place;
 
-use crate::ask::{Change, ask};
+use crate::ask::{Change, Writer, ask};
 use crate::claim::newest;
 use crate::errors::wait;
 use crate::manage::ObjectStore;
@@ -78,7 +78,9 @@ impl Run<'_> {
     /// Lets the writer of `epoch` copy. Returns false if there is another one, or none, before everything is copied.
     fn ask_writer(&mut self, epoch: u64) -> Result<bool> {
         let (shown, store) = (self.volume.shown(), self.store.connection.store(&self.volume.name)?);
-        let ask = |wanted: &Change| ask(&*store, &shown, (epoch, wanted), after(CALL_TIMEOUT));
+        // The next worker of a mapping goes on, so a flattening waits for it.
+        let writer = Writer { epoch, has_ended: &|| false };
+        let ask = |wanted: &Change| ask(&*store, &shown, (&writer, wanted), after(CALL_TIMEOUT));
         loop {
             let progress = match ask(&Change::Flatten) {
                 Ok(outcome) => outcome.progress,

@@ -18,7 +18,7 @@ use cleat_object::name::{Name, VolumeId};
 use cleat_object::store as objects;
 use cleat_object::volume::{Config, Place, Volume};
 
-use crate::ask::{Change, ask, execute};
+use crate::ask::{Change, Writer, ask, execute};
 use crate::claim::record::Use;
 use crate::claim::{incomplete, newest, removed};
 use crate::connection::Connection;
@@ -131,7 +131,10 @@ impl ObjectStore {
             other => return other,
         };
         let store = self.connection.store(&volume.name)?;
-        let outcome = ask(&*store, &shown, (seen.epoch, wanted), after(CALL_TIMEOUT))?;
+        let client = seen.owner.as_ref().map(|owner| &owner.client);
+        let has_ended = || client.is_some_and(|client| client.has_ended(&self.claimant));
+        let writer = Writer { epoch: seen.epoch, has_ended: &has_ended };
+        let outcome = ask(&*store, &shown, (&writer, wanted), after(CALL_TIMEOUT))?;
         Ok(outcome.changed)
     }
 

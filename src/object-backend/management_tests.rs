@@ -6,20 +6,29 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cleat_backend::CredentialSet;
-use cleat_backend::store::{CloneStore, Layout, Page, Removal, SnapshotStore, Source, Store};
+use cleat_backend::claimant::{Claimant, ProcessMark};
+use cleat_backend::store::{
+    CheckStore, CloneStore, Layout, Page, Removal, SnapshotStore, Source, Store,
+};
+use cleat_backend::{CredentialSet, OpenOptions};
+use cleat_core::clock::SystemClock;
 use cleat_core::error::{ErrorKind, Result};
+use cleat_object::name::Name;
 use cleat_object::store::{self as objects, Pending, StoreError};
 use cleat_object::volume::Volume;
 
-use crate::claim::newest;
+use crate::claim::decision::Purpose;
 use crate::claim::record::Use;
+use crate::claim::{Attempt, newest};
 use crate::connection::Connection;
 use crate::errors::wait;
+use crate::executor::block_until;
 use crate::fence::end;
 use crate::home::Home;
+use crate::image::ObjectImage;
 use crate::manage::ObjectStore;
-use crate::snapshots::tests::{home, on};
+use crate::snapshots::tests::{claimant, home, on};
+use crate::spec::VolumeAt;
 use crate::timeouts::{CALL_TIMEOUT, after};
 use crate::writer::{change, change_within};
 
@@ -155,6 +164,50 @@ fn a_change_without_an_answer_releases_its_claim() {
     assert_eq!(kind(ended), Err(ErrorKind::TimedOut));
     let (_, place) = fixture.store.existing("v").unwrap();
     assert!(!wait(&shown, after(CALL_TIMEOUT), newest(&place)).unwrap().is_held());
+}
+
+#[test]
+fn a_writer_whose_process_has_ended_is_not_waited_for() {
+    let fixture = Fixture::new();
+    let (volume, place) = fixture.store.existing("v").unwrap();
+    let process = ProcessMark { pid: u32::MAX, ..ProcessMark::own().unwrap() };
+    let claimant = Claimant { process: Some(process), ..claimant("m") };
+    let (purpose, usage, clock) = (Purpose::Open, Use::Serve, &SystemClock);
+    let (place, name, claimant) = (&place, &*volume.shown(), &claimant);
+    let attempt = Attempt { place, name, claimant, purpose, usage, only: None, clock };
+    block_until(after(CALL_TIMEOUT), attempt.acquire()).unwrap().unwrap().unwrap();
+    // A command does not replace the worker of a mapping, which may have writes in its tail file.
+    let error = SnapshotStore::create(&fixture.store, "v", "s", &mut on).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InUse);
+    assert!(error.message().contains("has ended"), "{error}");
+    assert!(!fixture.directory.path().join("v/objects/ask").exists(), "nobody was asked");
+}
+
+/// An attempt to delete a snapshot was given up, and the store has refused to delete its token.
+#[test]
+fn a_clone_of_a_snapshot_with_a_token_says_why_it_cannot_be_used_until_a_repair() {
+    let fixture = Fixture::new();
+    assert!(SnapshotStore::create(&fixture.store, "v", "s", &mut on).unwrap());
+    assert_eq!(fixture.clone_to("clone"), Ok(true));
+    let (volume, place) = fixture.store.existing("v").unwrap();
+    let snapshot = ObjectStore::view(&volume, &place).unwrap().snapshots()[0].id;
+    let token = Name::Token { snapshot, epoch: 1, attempt: 1 }.to_string();
+    let objects = fixture.store.connection.store("v").unwrap();
+    block_until(after(CALL_TIMEOUT), objects.create(&token, b"\n")).unwrap().unwrap();
+    let open = || {
+        let spec = VolumeAt::new(fixture.home.clone(), "clone").unwrap();
+        let options = OpenOptions { claimant: claimant("m"), ..OpenOptions::default() };
+        ObjectImage::open(&spec, &options)
+    };
+    let Err(error) = open() else { panic!("the clone was opened") };
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert!(error.message().contains("snapshot v@s was deleted, or is being"), "{error}");
+    assert_eq!(fixture.clone_to("clone"), Err(ErrorKind::Unavailable));
+    assert_eq!(fixture.clone_to("another"), Err(ErrorKind::Unavailable));
+    assert_eq!(fixture.remove("another"), Ok(false), "nothing is left");
+    let repaired = CheckStore::repair(&fixture.store, "v", false, &mut on).unwrap();
+    assert_eq!(repaired.deleted, [token]);
+    open().unwrap();
 }
 
 /// A home whose stores replace objects that exist.

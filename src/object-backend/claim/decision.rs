@@ -104,12 +104,11 @@ fn may_replace(client: &Client, claimant: &Claimant, purpose: Purpose) -> bool {
         let here = (&*claimant.node, &*claimant.machine);
         return is_same_node((&client.node, &client.machine), here);
     }
-    let has_ended = || client.process.is_some_and(|p| p.has_ended(claimant.process.as_ref()));
     if purpose == Purpose::Change {
-        return Claimant::is_alone(&client.mapping_id) && has_ended();
+        return Claimant::is_alone(&client.mapping_id) && client.has_ended(claimant);
     }
     let same_mapping = client.mapping_id == claimant.mapping_id && !client.mapping_id.is_empty();
-    same_mapping || has_ended()
+    same_mapping || client.has_ended(claimant)
 }
 
 #[cfg(test)]

@@ -164,6 +164,13 @@ impl Client {
         )
     }
 
+    /// Returns whether it is proved that the process of the client has ended, which `claimant` can do in the same boot of the
+    /// same node. False proves nothing.
+    pub(crate) fn has_ended(&self, claimant: &Claimant) -> bool {
+        let is_here = !self.boot_id.is_empty() && self.boot_id == claimant.boot_id;
+        is_here && self.process.is_some_and(|process| process.has_ended(claimant.process.as_ref()))
+    }
+
     /// Returns the client as `cleat fence` and the record of the grants name it.
     pub(crate) fn address(&self) -> String {
         format!("{ADDRESS}{}", self.epoch)

@@ -322,7 +322,10 @@ impl Space {
             Deleter::HasToken(token) => {
                 go("finds no pin", token, State { deleter: Deleter::HasListed(token), ..*s });
             }
-            Deleter::HasListed(_) => {
+            Deleter::HasListed(token) => {
+                // Its owner ends the attempt without the record, for example because the store fails.
+                let removals = s.removals | 1 << token;
+                go("gives up", token, State { deleter: Deleter::Idle, removals, ..*s });
                 let after = State { deleter: Deleter::Idle, ..*s };
                 self.append(&after, "deletes the snapshot in", Record::Delete(0), next);
             }

@@ -478,6 +478,23 @@ impl Access {
         self.store.delete(&text).await.map_err(|error| Failure::Store { name: text, error })
     }
 
+    /// As [`Access::delete`], repeated if the store fails, with a limited number of attempts.
+    ///
+    /// # Errors
+    /// Returns the error of the store; the object may be deleted then, or later.
+    pub(super) async fn delete_soon(&self, name: Name) -> Result<(), Failure> {
+        let text = name.to_string();
+        let mut failures = 0;
+        while let Err(error) = self.store.delete(&text).await {
+            failures += 1;
+            if failures >= MAX_ATTEMPTS || is_final(&error) {
+                return Err(Failure::Store { name: text, error });
+            }
+            self.store.back_off(failures).await;
+        }
+        Ok(())
+    }
+
     pub(super) async fn back_off(&self, attempt: u32) {
         self.store.back_off(attempt).await;
     }

@@ -67,9 +67,10 @@ impl Place {
         let pinned = self.pin(snapshot, new.volume).await;
         if matches!(pinned, Err(Failure::NoSnapshot)) {
             let access = Access::new(Arc::clone(&new.store), new.volume, description.nonce);
-            access.delete(Name::Description).await?;
-            // Nobody pins for this clone any more.
-            self.remove_pin(snapshot, new.volume).await?;
+            access.delete_soon(Name::Description).await?;
+            // Nobody pins for this clone any more. Without the description, no later call would find this pin, which keeps
+            // the snapshot for ever if its deletion was given up.
+            self.access().delete_soon(Name::Pin(snapshot, new.volume)).await?;
         }
         pinned
     }
@@ -180,27 +181,63 @@ impl Place {
     }
 }
 
+/// An attempt to delete a snapshot, with its token. If the attempt ends without the record, also because its future was
+/// dropped, the collector removes the token: until then the snapshot cannot be cloned.
+pub(super) struct Deletion<'a> {
+    shared: &'a Shared,
+    token: Name,
+    /// Whether there is nothing to remove: the snapshot is deleted, or the token was removed.
+    is_over: bool,
+}
+
+impl Deletion<'_> {
+    pub(super) fn token(&self) -> Name {
+        self.token
+    }
+
+    /// The snapshot is deleted, so the token is kept.
+    pub(super) fn keep_token(&mut self) {
+        self.is_over = true;
+    }
+}
+
+/// Must not be dropped while the state is locked.
+impl Drop for Deletion<'_> {
+    fn drop(&mut self) {
+        if !self.is_over {
+            let mut state = self.shared.lock();
+            state.garbage.permitted.push_back(self.token);
+            state.changed();
+        }
+    }
+}
+
 impl Shared {
-    /// Makes sure that no clone needs a snapshot, from now on.
-    pub(super) async fn forbid_clones(&self, snapshot: SnapshotId) -> Result<Name, Failure> {
+    /// Makes sure that no clone needs a snapshot, until the attempt is given up.
+    pub(super) async fn forbid_clones(
+        &self,
+        snapshot: SnapshotId,
+    ) -> Result<Deletion<'_>, Failure> {
         let attempt = match applies(Rule::UniqueToken) {
             true => self.lock().snapshots.next_attempt(),
             false => 0,
         };
         let epoch = if applies(Rule::UniqueToken) { self.epoch } else { 0 };
         let token = Name::Token { snapshot, epoch, attempt };
+        let mut deletion = Deletion { shared: self, token, is_over: false };
         if applies(Rule::TokenFirst) {
             self.access.create_marker(token).await?;
         }
         if !self.access.list(&pins(snapshot), "").await?.is_empty() {
-            // The token of an attempt that fails is also removed by a sweep of a later writer.
-            self.access.delete(token).await?;
+            // A command ends soon, and its collector with it. What it leaves is removed by a sweep of a later writer.
+            self.access.delete_soon(token).await?;
+            deletion.is_over = true;
             return Err(Failure::HasClones);
         }
         if !applies(Rule::TokenFirst) {
             self.access.create_marker(token).await?;
         }
-        Ok(token)
+        Ok(deletion)
     }
 }
 

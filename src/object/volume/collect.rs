@@ -30,6 +30,8 @@ enum Work {
     Delete(Name),
     Relocate(Vec<Position>),
     Sweep(Reach),
+    /// Sweep the tokens of earlier writers.
+    Tokens,
 }
 
 /// What follows while a copy waits for the budget.
@@ -46,6 +48,8 @@ struct Memory {
     done: BTreeSet<Position>,
     /// The number of checkpoints at which the next sweep is due.
     sweep_at: u64,
+    /// The tokens of earlier writers were swept, or there are none that matter.
+    has_swept_tokens: bool,
     /// A sweep of the own epoch has failed because of lost or damaged objects. The next one that is due repeats it.
     is_left: bool,
     /// A search for sparse objects has found none. The next one is due when the space has reached the first
@@ -76,6 +80,11 @@ impl Shared {
                 Work::Delete(name) => self.delete(name).await,
                 Work::Relocate(victims) => self.relocate_all(&victims, &mut memory).await,
                 Work::Sweep(reach) => self.sweep_and_merge(reach, &mut memory).await,
+                Work::Tokens => {
+                    let swept = self.sweep_tokens().await;
+                    memory.has_swept_tokens = swept.is_ok();
+                    swept
+                }
             };
             self.lock().ended();
             match done {
@@ -115,6 +124,12 @@ impl Shared {
     fn work(&self, state: &mut State, memory: &mut Memory) -> Option<Work> {
         if let Some(name) = state.garbage.permitted.pop_front() {
             return Some(Work::Delete(name));
+        }
+        // Snapshots that are taken later have no earlier tokens.
+        if !std::mem::replace(&mut memory.has_swept_tokens, true)
+            && state.snapshots.existing().next().is_some()
+        {
+            return Some(Work::Tokens);
         }
         let checkpoints = &mut state.checkpoints;
         let is_due = checkpoints.has_orphans || checkpoints.count >= memory.sweep_at;

@@ -71,11 +71,13 @@ impl Shared {
         if self.lock().snapshots.find(id).is_none() {
             return Err(Failure::NoSnapshot);
         }
-        let token = self.forbid_clones(id).await?;
+        let mut deletion = self.forbid_clones(id).await?;
         self.admit(0).await?;
         {
             let mut state = self.lock();
             state.check()?;
+            // From here on the snapshot is deleted, by this attempt or by one beside it.
+            deletion.keep_token();
             if state.snapshots.find(id).is_none() {
                 return Err(Failure::NoSnapshot);
             }
@@ -88,7 +90,7 @@ impl Shared {
         }
         self.flush().await?;
         if !applies(Rule::KeepToken) {
-            let _ = self.access.delete(token).await;
+            let _ = self.access.delete(deletion.token()).await;
         }
         Ok(())
     }

@@ -14,6 +14,9 @@ use crate::rules::{Rule, applies};
 /// The names that one look at the map is compared with.
 pub(super) const SWEPT_AT_ONCE: usize = 16 << 10;
 
+/// The kind of the tokens.
+const TOKENS: &str = "dead";
+
 /// The objects among which a sweep looks for those that nothing refers to.
 #[derive(Clone, Copy)]
 pub(super) enum Reach {
@@ -33,26 +36,39 @@ impl Shared {
     /// # Errors
     /// Returns the error of the store; a part is deleted then.
     pub(super) async fn sweep(&self, reach: Reach) -> Result<(), Failure> {
-        for kind in ["log", "page", "ckpt", "dead"] {
-            let mut after = String::new();
-            let end = self.end_of(kind, reach);
-            loop {
-                let mut names = Vec::new();
-                let mut is_end = false;
-                while names.len() < SWEPT_AT_ONCE && !is_end {
-                    let some = self.access.list_some(&format!("{kind}/"), &after).await?;
-                    is_end = some.is_empty() || some.iter().any(|name| *name >= end);
-                    let earlier = some.into_iter().take_while(|name| *name < end);
-                    names.extend(earlier.inspect(|name| after.clone_from(name)));
-                }
-                let names = names.iter().filter_map(|text| Name::parse(text)).collect();
-                self.sweep_names(names).await?;
-                if is_end {
-                    break;
-                }
-            }
+        for kind in ["log", "page", "ckpt", TOKENS] {
+            self.sweep_kind(kind, reach).await?;
         }
         Ok(())
+    }
+
+    /// Deletes the tokens of earlier writers for snapshots that exist: such a snapshot cannot be cloned. Needs no base,
+    /// because the open record of this writer fixes what they have deleted.
+    ///
+    /// # Errors
+    /// As [`Shared::sweep`].
+    pub(super) async fn sweep_tokens(&self) -> Result<(), Failure> {
+        self.sweep_kind(TOKENS, Reach::Earlier).await
+    }
+
+    async fn sweep_kind(&self, kind: &str, reach: Reach) -> Result<(), Failure> {
+        let mut after = String::new();
+        let end = self.end_of(kind, reach);
+        loop {
+            let mut names = Vec::new();
+            let mut is_end = false;
+            while names.len() < SWEPT_AT_ONCE && !is_end {
+                let some = self.access.list_some(&format!("{kind}/"), &after).await?;
+                is_end = some.is_empty() || some.iter().any(|name| *name >= end);
+                let earlier = some.into_iter().take_while(|name| *name < end);
+                names.extend(earlier.inspect(|name| after.clone_from(name)));
+            }
+            let names = names.iter().filter_map(|text| Name::parse(text)).collect();
+            self.sweep_names(names).await?;
+            if is_end {
+                return Ok(());
+            }
+        }
     }
 
     /// The first name behind those that a sweep looks at.
@@ -65,7 +81,7 @@ impl Shared {
                 Name::Checkpoint(at).to_string()
             }
             // All tokens.
-            ("dead", _) => "dead0".to_owned(),
+            (TOKENS, _) => "dead0".to_owned(),
             _ => prefix_of(kind, self.epoch),
         }
     }
