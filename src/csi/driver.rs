@@ -14,12 +14,13 @@ use cleat_node::planner::State;
 use cleat_sys::descriptor::DeviceNumber;
 use tokio::time::Instant;
 
+use crate::attributes::Attributes;
 use crate::busy::Busy;
 use crate::controller::Controller;
 use crate::grants::Grants;
 use crate::health::{HUNG_AFTER, oldest_request};
 use crate::host::{Host, ThisHost, Unlocked};
-use crate::source::uri_of;
+use crate::source::{leads_to_same, uri_of};
 use crate::volume_id::{PREFIX, mapping_name};
 
 /// The CSI driver of one node. Clones share everything.
@@ -80,14 +81,26 @@ impl Driver {
         mappings.filter(|mapping| mapping.name.starts_with(PREFIX)).collect()
     }
 
-    /// Maps a volume. An existing mapping keeps the generation of its grant, its outage policy and its limits, which
-    /// may have been changed since (ControllerModifyVolume, `cleat set`).
-    pub(crate) async fn map(&self, spec: &MapSpec, deadline: Instant) -> Result<View> {
+    /// Maps the volume `id`. An existing mapping keeps the generation of its grant, its outage policy and its
+    /// limits, which may have been changed since (ControllerModifyVolume, `cleat set`), and its URI if only the
+    /// file of clusters has been changed.
+    pub(crate) async fn map(
+        &self,
+        id: &str,
+        attributes: &Attributes,
+        spec: &MapSpec,
+        deadline: Instant,
+    ) -> Result<View> {
         let existing = self.executor.register().get(&spec.name);
-        let spec = match existing.map(|mapping| mapping.view().record.grant) {
-            Some(grant) => MapSpec { policy: Change::default(), grant, ..spec.clone() },
-            None => spec.clone(),
+        let Some(record) = existing.map(|mapping| mapping.view().record) else {
+            return self.executor.map(spec, deadline).await;
         };
+        let uri = if leads_to_same(id, attributes, &record.uri, &spec.uri) {
+            record.uri
+        } else {
+            spec.uri.clone()
+        };
+        let spec = MapSpec { uri, policy: Change::default(), grant: record.grant, ..spec.clone() };
         self.executor.map(&spec, deadline).await
     }
 

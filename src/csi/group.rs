@@ -5,59 +5,168 @@
 //! Pods may change the files meanwhile. So every step goes through descriptors of directories and follows no
 //! symbolic link: a link that replaces a directory leads to an error and not out of the volume.
 
+use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_filesystem::bounded;
 use nix::dir::Dir;
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, AtFlags, OFlag, openat};
 use nix::sys::stat::{FchmodatFlags, FileStat, Mode, SFlag, fchmod, fchmodat, fstat, fstatat};
 use nix::unistd::{Gid, fchown, fchownat};
-use tokio::time::Instant;
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout_at};
 
 /// The maximum depth of directories. Each level keeps a descriptor open.
 const MAX_DEPTH: usize = 200;
 
+/// How long an unmount waits for the end of a change. A change ends after the file that it works on.
+const STOP_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The changes that have not ended, by the root directory. A change whose call has reached its deadline continues.
+static CHANGES: Mutex<BTreeMap<PathBuf, Running>> = Mutex::new(BTreeMap::new());
+
+/// A change that has not ended.
+#[derive(Debug, Clone)]
+struct Running {
+    group: u32,
+    stop: Arc<AtomicBool>,
+    /// Closed when the change has ended.
+    end: watch::Receiver<()>,
+}
+
+/// The only change below a root directory, which has ended when this is dropped.
+struct Change {
+    root: PathBuf,
+    group: u32,
+    stop: Arc<AtomicBool>,
+    _end: watch::Sender<()>,
+}
+
 /// Gives everything below `root` to the group `group`. Does nothing if `root` itself has the group and the bits
 /// already: it is changed last, so then everything below was changed.
 ///
+/// With many files, this takes longer than a call may. The change continues after the deadline, and a repeated call
+/// waits for its end. [`stop`] ends it.
+///
 /// # Errors
-/// Returns `TimedOut` at the deadline; a repeated call continues. Otherwise returns the error of the first file
+/// Returns `TimedOut` at the deadline, and `Aborted` after [`stop`]. Otherwise returns the error of the first file
 /// that cannot be changed.
 pub(crate) async fn apply(root: &Path, group: u32, deadline: Instant) -> Result<()> {
-    let path = root.to_owned();
-    let work = tokio::task::spawn_blocking(move || {
-        let failed = |errno: Errno| {
-            Error::from_io(
-                format!("cannot give the files of {} to a group", path.display()),
-                errno.into(),
-            )
+    loop {
+        match Change::begin(root, group) {
+            Ok(change) => return change.run(deadline).await,
+            Err(mut other) => {
+                if other.group != group {
+                    other.stop.store(true, Ordering::Relaxed);
+                }
+                // Its result is that of the call which has started it: this one finds the root changed, or tries again.
+                if !other.has_ended(deadline).await {
+                    return Err(late(root));
+                }
+            }
+        }
+    }
+}
+
+/// Ends a change of the files below `root`, which keeps its filesystem in use. Waits for its end at most for
+/// [`STOP_TIMEOUT`], because the storage may not answer.
+pub(crate) async fn stop(root: &Path, deadline: Instant) {
+    let running = changes().get(root).cloned();
+    if let Some(mut running) = running {
+        running.stop.store(true, Ordering::Relaxed);
+        running.has_ended(deadline.min(Instant::now() + STOP_TIMEOUT)).await;
+    }
+}
+
+fn changes() -> MutexGuard<'static, BTreeMap<PathBuf, Running>> {
+    // No code panics while it holds the lock.
+    CHANGES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn late(root: &Path) -> Error {
+    let message = format!(
+        "{} has too many files to change their group in time; the change continues",
+        root.display()
+    );
+    Error::new(ErrorKind::TimedOut, message).with_repair("repeat the call; it waits for the end")
+}
+
+impl Running {
+    /// Waits for the end of the change. Returns whether it has ended before the deadline.
+    async fn has_ended(&mut self, deadline: Instant) -> bool {
+        timeout_at(deadline, self.end.changed()).await.is_ok()
+    }
+}
+
+impl Change {
+    /// Registers a change. Returns the other one if one has not ended.
+    fn begin(root: &Path, group: u32) -> Result<Self, Running> {
+        let mut changes = changes();
+        if let Some(other) = changes.get(root) {
+            return Err(other.clone());
+        }
+        let (sender, end) = watch::channel(());
+        let stop = Arc::new(AtomicBool::new(false));
+        changes.insert(root.to_owned(), Running { group, stop: Arc::clone(&stop), end });
+        Ok(Self { root: root.to_owned(), group, stop, _end: sender })
+    }
+
+    /// Changes the files on a thread of its own, which continues after the deadline.
+    async fn run(self, deadline: Instant) -> Result<()> {
+        let root = self.root.clone();
+        let work = move || {
+            let result = self.files();
+            if Instant::now() >= deadline {
+                let path = self.root.display();
+                match &result {
+                    Ok(()) => tracing::info!(%path, "the files belong to the group {}", self.group),
+                    Err(error) => tracing::warn!(%path, "{}", error.report()),
+                }
+            }
+            result
+        };
+        match bounded("change the group of the files of", &root, deadline, work).await {
+            Err(error) if error.kind() == ErrorKind::TimedOut && changes().contains_key(&root) => {
+                Err(late(&root))
+            }
+            ended => ended,
+        }
+    }
+
+    /// Changes the files. Blocks as the filesystem does.
+    fn files(&self) -> Result<()> {
+        let path = self.root.display();
+        let failed = |errno: Errno| match errno {
+            Errno::ECANCELED => {
+                let message = format!("the change of the group of the files of {path} was ended");
+                Error::new(ErrorKind::Aborted, message).with_repair("repeat the call")
+            }
+            errno => {
+                Error::from_io(format!("cannot give the files of {path} to a group"), errno.into())
+            }
         };
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-        let root = openat(AT_FDCWD, &path, flags, Mode::empty()).map_err(failed)?;
+        let root = openat(AT_FDCWD, &self.root, flags, Mode::empty()).map_err(failed)?;
         let found = fstat(&root).map_err(failed)?;
-        if found.st_gid == group && has(&found, DIRECTORY) {
+        if found.st_gid == self.group && has(&found, DIRECTORY) {
             return Ok(());
         }
-        let walk = Walk { group: Gid::from_raw(group), device: found.st_dev, until: deadline };
-        walk.directory(root, 0).map_err(|errno| match errno {
-            Errno::ETIME => {
-                let message = format!("{} has too many files to change in time", path.display());
-                Error::new(ErrorKind::TimedOut, message)
-                    .with_repair("repeat the call; it continues")
-            }
-            errno => failed(errno),
-        })
-    });
-    let late = || Error::new(ErrorKind::TimedOut, "changing the group of the files takes too long");
-    match tokio::time::timeout_at(deadline, work).await {
-        Ok(Ok(result)) => result,
-        Ok(Err(error)) => {
-            Err(Error::new(ErrorKind::Internal, "internal: the change panicked").with_source(error))
-        }
-        Err(_) => Err(late().with_repair("repeat the call; it continues")),
+        let (group, device) = (Gid::from_raw(self.group), found.st_dev);
+        let walk = Walk { group, device, stop: &self.stop };
+        walk.directory(root, 0).map_err(failed)
+    }
+}
+
+impl Drop for Change {
+    fn drop(&mut self) {
+        changes().remove(&self.root);
     }
 }
 
@@ -69,14 +178,15 @@ fn has(found: &FileStat, bits: Mode) -> bool {
     Mode::from_bits_truncate(found.st_mode).contains(bits)
 }
 
-struct Walk {
+struct Walk<'a> {
     group: Gid,
     /// The device of the volume's filesystem: other mounts below it are left alone.
     device: u64,
-    until: Instant,
+    /// Whether the walk must end.
+    stop: &'a AtomicBool,
 }
 
-impl Walk {
+impl Walk<'_> {
     /// Changes a directory after everything in it.
     fn directory(&self, directory: OwnedFd, depth: usize) -> Result<(), Errno> {
         if depth > MAX_DEPTH {
@@ -93,13 +203,17 @@ impl Walk {
             }
         }
         let found = fstat(&entries)?;
+        if found.st_gid == self.group.as_raw() && has(&found, DIRECTORY) {
+            // An earlier walk has changed it.
+            return Ok(());
+        }
         fchown(&entries, None, Some(self.group))?;
         fchmod(&entries, Mode::from_bits_truncate(found.st_mode) | DIRECTORY)
     }
 
     fn entry(&self, parent: &Dir, name: &CStr, depth: usize) -> Result<(), Errno> {
-        if Instant::now() >= self.until {
-            return Err(Errno::ETIME);
+        if self.stop.load(Ordering::Relaxed) {
+            return Err(Errno::ECANCELED);
         }
         let found = match fstatat(parent, name, AtFlags::AT_SYMLINK_NOFOLLOW) {
             // A pod has removed it.
@@ -115,7 +229,9 @@ impl Walk {
             let inner = openat(parent.as_fd(), name, flags, Mode::empty())?;
             return self.directory(inner, depth + 1);
         }
-        fchownat(parent, name, None, Some(self.group), AtFlags::AT_SYMLINK_NOFOLLOW)?;
+        if found.st_gid != self.group.as_raw() {
+            fchownat(parent, name, None, Some(self.group), AtFlags::AT_SYMLINK_NOFOLLOW)?;
+        }
         if kind == SFlag::S_IFREG && !has(&found, FILE) {
             let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
             let file = openat(parent.as_fd(), name, flags, Mode::empty())?;
@@ -166,7 +282,55 @@ mod tests {
         std::os::unix::fs::chown(root.join("new"), None, Some(0)).unwrap();
         apply(&root, 4242, deadline()).await.unwrap();
         assert_eq!(std::fs::metadata(root.join("new")).unwrap().gid(), 0);
-        let late = apply(&root, 4243, Instant::now() - Duration::from_secs(1)).await.unwrap_err();
+    }
+
+    #[tokio::test]
+    async fn a_change_continues_after_its_deadline_and_a_repeated_call_waits_for_it() {
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path();
+        for number in 0..5000 {
+            std::fs::write(root.join(number.to_string()), "").unwrap();
+        }
+        let group = |path: &Path| std::fs::metadata(path).unwrap().gid();
+        let past = || Instant::now() - Duration::from_secs(1);
+        let later = || Instant::now() + Duration::from_secs(60);
+        let late = apply(root, 4243, past()).await.unwrap_err();
         assert_eq!(late.kind(), ErrorKind::TimedOut);
+        while group(root) != 4243 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        assert_eq!(group(&root.join("4999")), 4243);
+
+        apply(root, 4244, past()).await.unwrap_err();
+        apply(root, 4244, later()).await.unwrap();
+        assert_eq!((group(root), group(&root.join("0"))), (4244, 4244));
+        // The group of the last call wins.
+        apply(root, 4245, past()).await.unwrap_err();
+        apply(root, 4246, later()).await.unwrap();
+        assert_eq!((group(root), group(&root.join("0"))), (4246, 4246));
+    }
+
+    #[tokio::test]
+    async fn an_unmount_ends_a_change() {
+        let directory = tempfile::tempdir().unwrap();
+        let (root, later) = (directory.path(), Instant::now() + Duration::from_secs(60));
+        let change = Change::begin(root, 4247).unwrap_or_else(|other| panic!("{other:?}"));
+        let joined = apply(root, 4247, Instant::now()).await.unwrap_err();
+        assert!(joined.message().contains("the change continues"), "{joined}");
+        std::fs::write(root.join("file"), "").unwrap();
+        let ends = tokio::spawn({
+            let root = root.to_owned();
+            async move { stop(&root, later).await }
+        });
+        while !change.stop.load(Ordering::Relaxed) {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(change.run(later).await.unwrap_err().kind(), ErrorKind::Aborted);
+        ends.await.unwrap();
+        stop(root, later).await;
+        assert!(!changes().contains_key(root));
     }
 }

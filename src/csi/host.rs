@@ -155,7 +155,8 @@ pub trait Host: Send + Sync {
         deadline: Instant,
     ) -> Result<()>;
 
-    /// Gives the files below `mount_point` to a group, unless its root directory belongs to it already.
+    /// Gives the files below `mount_point` to a group, unless its root directory belongs to it already. Continues after
+    /// the deadline until an unmount of `mount_point`; a repeated call waits for the end.
     async fn apply_group(&self, mount_point: &Path, group: u32, deadline: Instant) -> Result<()>;
 
     /// Discards the unused blocks of the filesystem at `mount_point`, and returns their number of bytes.
@@ -301,10 +302,12 @@ impl Host for ThisHost {
     }
 
     async fn unmount(&self, path: &Path, deadline: Instant) -> Result<()> {
+        crate::group::stop(path, deadline).await;
         filesystem::unmount(path, deadline).await.map(drop)
     }
 
     async fn detach(&self, path: &Path, deadline: Instant) -> Result<()> {
+        crate::group::stop(path, deadline).await;
         filesystem::detach(path, deadline).await.map(drop)
     }
 

@@ -7,7 +7,8 @@
 //!
 //! Nothing is remembered between calls. The name of a mapping follows from the id of the volume
 //! (`volume_id`), the journal of the supervisor says what is mapped, and the kernel's mount table says what
-//! is mounted. Every call therefore can be repeated after a crash at any point.
+//! is mounted. Every call therefore can be repeated after a crash at any point, except a format that is cut off: what
+//! it leaves is never taken for an empty device.
 //!
 //! What must never happen here: formatting of a device that is not proved to be empty; trust in a mount
 //! whose device is not the mapping's; a wait without a deadline; a second call for a volume that is busy.

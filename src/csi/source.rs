@@ -22,6 +22,15 @@ const MAX_CLUSTERS: u64 = 1 << 20;
 /// The option of a URI with which several nodes write to an image.
 const SHARED: &str = "lock=shared";
 
+/// The options of the URI of an RBD image that come from the file of clusters or from the secret of a call.
+const CEPH_ACCESS: [&str; 3] = [MONITORS, "id", "keyring"];
+
+/// The option with the addresses of the monitors, separated by commas.
+const MONITORS: &str = "config.mon_host";
+
+/// The options that say which object store has a bucket of this name.
+const STORE_PLACE: [&str; 2] = ["endpoint", "account"];
+
 /// The beginnings of the URIs of object stores.
 const OBJECT_STORES: [&str; 4] = ["dir:", "s3:", "gs:", "az:"];
 
@@ -83,7 +92,7 @@ impl Cluster {
     /// keyring at that path.
     fn options(&self, client: Option<(&str, &Path)>) -> String {
         let part = |text: &[u8]| Encoded(text).to_string();
-        let mut options = format!("config.mon_host={}", part(self.monitors.join(",").as_bytes()));
+        let mut options = format!("{MONITORS}={}", part(self.monitors.join(",").as_bytes()));
         let configured = (self.user_id.as_deref(), self.keyring.as_deref());
         let (user, keyring) =
             client.map_or(configured, |(user, keyring)| (Some(user), Some(keyring)));
@@ -156,6 +165,43 @@ fn shared(uri: String, id: &str) -> Result<String> {
 pub fn is_shared(uri: &str) -> bool {
     let options = uri.split_once('?').map(|(_, options)| options);
     options.is_some_and(|options| options.split('&').any(|option| option == SHARED))
+}
+
+/// Returns whether the URI `present` of the mapping of the volume `id`, and the URI `wanted` that was made for it now,
+/// lead to the same volume in the same way, and differ only in what the file of clusters says: the addresses, the
+/// client, and how an object store is used.
+///
+/// An id that the driver has made names the cluster. That of a static volume does not, so it is compared: the monitors
+/// by having one in common.
+pub(crate) fn leads_to_same(
+    id: &str,
+    attributes: &Attributes,
+    present: &str,
+    wanted: &str,
+) -> bool {
+    let [(place, present), (wanted_place, wanted)] = [present, wanted].map(|uri| {
+        let (place, options) = uri.split_once('?').unwrap_or((uri, ""));
+        let options = options.split('&').filter_map(|option| option.split_once('='));
+        (place, options.collect::<BTreeMap<&str, &str>>())
+    });
+    if place != wanted_place || attributes.uri.is_some() {
+        return false;
+    }
+    let names_cluster = VolumeId::parse(id).is_some() && !attributes.static_volume;
+    let are_same = |names: &[&str]| names.iter().all(|name| present.get(name) == wanted.get(name));
+    if place.starts_with("rbd:") {
+        let all = present.keys().chain(wanted.keys());
+        let others: Vec<&str> = all.copied().filter(|name| !CEPH_ACCESS.contains(name)).collect();
+        return are_same(&others) && (names_cluster || have_common_monitor(&present, &wanted));
+    }
+    let is_object = OBJECT_STORES.iter().any(|scheme| place.starts_with(scheme));
+    is_object && (names_cluster || are_same(&STORE_PLACE))
+}
+
+fn have_common_monitor(one: &BTreeMap<&str, &str>, other: &BTreeMap<&str, &str>) -> bool {
+    let [one, other] = [one, other].map(|options| options.get(MONITORS).copied());
+    let mut monitors = one.unwrap_or_default().split(',').filter(|monitor| !monitor.is_empty());
+    monitors.any(|monitor| other.is_some_and(|all| all.split(',').any(|other| other == monitor)))
 }
 
 /// Returns whether a volume is an RBD image whose Ceph client the secrets of a call can name.
@@ -415,6 +461,46 @@ mod tests {
         assert_eq!(uri_of("my-volume", &objects).unwrap(), "dir:/srv/volumes/my-volume");
         let no_pool = Attributes { pool: None, ..attributes };
         assert!(uri_of("my-image", &no_pool).unwrap_err().message().contains("pool"));
+    }
+
+    #[test]
+    fn a_mapped_volume_stays_the_same_when_the_file_of_clusters_is_changed() {
+        use super::leads_to_same as same;
+
+        let made = Attributes::default();
+        let is_static = Attributes { static_volume: true, ..Attributes::default() };
+        let with_uri = Attributes { uri: Some("rbd:p/i".into()), ..Attributes::default() };
+        let (id, old) = ("rbd/c1/p//i", "rbd:p/i?config.mon_host=a,b&id=u&keyring=/k");
+        let others = ["rbd:p/i?config.mon_host=b,c&id=v&keyring=/l", "rbd:p/i?config.mon_host=b"];
+        for new in others.into_iter().chain([old]) {
+            assert!(same(id, &made, old, new), "{new}");
+            assert!(same("i", &is_static, old, new), "{new}");
+            assert!(!same("i", &with_uri, old, new), "{new}");
+        }
+        // The id names the cluster, and that of a static volume does not.
+        let moved = "rbd:p/i?config.mon_host=c,d&id=u&keyring=/k";
+        assert!(same(id, &made, old, moved));
+        assert!(!same("i", &is_static, old, moved));
+        assert!(!same(id, &is_static, old, moved));
+        for other in [
+            "rbd:p/j?config.mon_host=a,b&id=u&keyring=/k",
+            "rbd:p/n/i?config.mon_host=a,b&id=u&keyring=/k",
+            "rbd:p/i?config.mon_host=a,b&id=u&keyring=/k&lock=shared",
+        ] {
+            assert!(!same(id, &made, old, other) && !same(id, &made, other, old), "{other}");
+        }
+        let shared = format!("{old}&lock=shared");
+        assert!(same(id, &made, &shared, &format!("{moved}&lock=shared")));
+
+        let (id, old) = ("object/s3/v", "s3://b/v?endpoint=http://h&credentials_file=/k");
+        let renewed = "s3://b/v?endpoint=http://h&credentials_file=/l&hedge=50ms";
+        let moved = "s3://b/v?endpoint=http://i&credentials_file=/k";
+        assert!(same(id, &made, old, renewed) && same("v", &is_static, old, renewed));
+        assert!(same(id, &made, old, moved) && !same("v", &is_static, old, moved));
+        assert!(!same(id, &made, old, "s3://c/v?endpoint=http://h&credentials_file=/k"));
+        // The file of clusters says nothing of files.
+        assert!(!same("file/n/d/v", &made, "file:/d/v", "file:/d/v?direct=true"));
+        assert!(!same("file/n/d/v", &made, "file:/d/v", "file:/e/v"));
     }
 
     #[test]

@@ -90,6 +90,13 @@ async fn run(call: Call<'_>, deadline: Instant) -> Result<()> {
             .failure(ErrorKind::PermissionDenied)
             .with_repair("correct encryptionPassphrase in the secret of the volume")),
         Some(BUSY) => Err(ended.failure(ErrorKind::AlreadyExists)),
+        // Not erased here: the key may have been removed on purpose, and be restored from a backup of the header.
+        _ if ended.reports("No usable keyslot") => {
+            Err(ended.failure(ErrorKind::Internal).with_repair(
+                "its encryption was cut off, if the volume is new: erase it, if its data is not needed, with \
+                 blkdiscard --force --zeroout",
+            ))
+        }
         _ if ended.reports("too small") => Err(ended
             .failure(ErrorKind::InvalidArgument)
             .with_repair("an encrypted volume needs more than 16 MiB for its header")),

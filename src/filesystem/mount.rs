@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_kernel::MountEntry;
-use cleat_sys::descriptor::block_device;
+use cleat_sys::descriptor::{DeviceNumber, block_device};
 use tokio::time::Instant;
 
 use crate::blocking::bounded;
@@ -47,6 +47,9 @@ pub struct MountSpec {
 ///
 /// At the deadline the mount may continue in the kernel; [`find`] shows its result.
 ///
+/// A file system on a read-only device that was not unmounted cleanly is mounted without its journal: what only the
+/// journal has is not visible then, and a warning in the log says so.
+///
 /// # Errors
 /// Returns `AlreadyExists` if `target` is a mount point; `InUse` if the device is mounted or held elsewhere
 /// with other properties; `InvalidArgument` for options and paths that are not permitted; `NotFound` if
@@ -60,23 +63,20 @@ pub async fn mount(spec: &MountSpec, deadline: Instant) -> Result<MountEntry> {
     check_options(&spec.options)?;
     refuse_if_written(number, source)?;
     refuse_mount_point(target, deadline).await?;
-    // Without --rw, mount(8) mounts a write-protected device read-only, and succeeds.
-    let mut call = Call::new(MOUNT, target)
-        .args(["--internal-only", if spec.read_only { "--read-only" } else { "--rw" }]);
-    if let Some(kind) = spec.kind {
-        call = call.args(["--types", kind.name()]);
-    }
-    let mut options = spec.options.clone();
-    let has_nouuid = options.iter().any(|option| option == "nouuid");
-    if spec.duplicate_uuid && spec.kind == Some(Kind::Xfs) && !has_nouuid {
-        options.push("nouuid".to_owned());
-    }
-    if !options.is_empty() {
-        call = call.args(["--options", &options.join(",")]);
-    }
-    let ended = call.arg("--source").arg(source).arg("--target").arg(target).run(deadline).await?;
+    let ended = attempt(spec, None, deadline).await?;
     if !ended.status.success() {
-        return Err(mount_failure(&ended, source));
+        let option = without_replay(spec, &ended).filter(|_| is_write_protected(number));
+        let Some(option) = option else { return Err(mount_failure(&ended, source)) };
+        // The first failure is the one to report: that of the second attempt says nothing of the journal.
+        if !attempt(spec, Some(option), deadline).await?.status.success() {
+            return Err(mount_failure(&ended, source));
+        }
+        tracing::warn!(
+            "{} was not unmounted cleanly and is read-only, so its journal cannot be replayed: mounted at {} with \
+             {option}, where the last changes are not visible",
+            source.display(),
+            target.display()
+        );
     }
     let entry = verify(target, spec.read_only, deadline, |entry| {
         let is_kind = spec.kind.is_none_or(|kind| kind.name() == entry.mount.filesystem);
@@ -91,6 +91,46 @@ pub async fn mount(spec: &MountSpec, deadline: Instant) -> Result<MountEntry> {
         return Err(without_context(target));
     }
     Ok(entry)
+}
+
+/// Runs mount(8) once, with an option in addition to those of `spec`.
+async fn attempt(spec: &MountSpec, option: Option<&str>, deadline: Instant) -> Result<Ended> {
+    // Without --rw, mount(8) mounts a write-protected device read-only, and succeeds.
+    let mut call = Call::new(MOUNT, &spec.target)
+        .args(["--internal-only", if spec.read_only { "--read-only" } else { "--rw" }]);
+    if let Some(kind) = spec.kind {
+        call = call.args(["--types", kind.name()]);
+    }
+    let mut options: Vec<&str> = spec.options.iter().map(String::as_str).chain(option).collect();
+    if spec.duplicate_uuid && spec.kind == Some(Kind::Xfs) && !options.contains(&"nouuid") {
+        options.push("nouuid");
+    }
+    if !options.is_empty() {
+        call = call.args(["--options", &options.join(",")]);
+    }
+    call.arg("--source").arg(&spec.source).arg("--target").arg(&spec.target).run(deadline).await
+}
+
+/// Returns the option with which a file system is mounted without its journal, if a read-only mount has failed as it
+/// does where the journal must be replayed and the device is read-only.
+fn without_replay(spec: &MountSpec, ended: &Ended) -> Option<&'static str> {
+    // mount(8) writes the first text for EROFS, the error of ext4 and XFS, and the second one for EIO, that of btrfs.
+    let refusal = format!("cannot mount {} read-only", spec.source.display());
+    let is_refused = ended.reports(&refusal) || ended.reports("Read-only file system");
+    let is_unreadable = ended.reports("can't read superblock");
+    let option = match spec.kind? {
+        Kind::Ext4 if is_refused => "noload",
+        Kind::Xfs if is_refused => "norecovery",
+        Kind::Btrfs if is_refused || is_unreadable => "rescue=nologreplay",
+        Kind::Ext4 | Kind::Xfs | Kind::Btrfs => return None,
+    };
+    spec.read_only.then_some(option)
+}
+
+/// Returns whether a device refuses writes. An unknown state counts as writable.
+fn is_write_protected(DeviceNumber { major, minor }: DeviceNumber) -> bool {
+    let path = format!("/sys/dev/block/{major}:{minor}/ro");
+    std::fs::read(path).is_ok_and(|state| state.first() == Some(&b'1'))
 }
 
 /// Returns whether a mount is to have an SELinux context.
@@ -255,6 +295,37 @@ fn mount_failure(ended: &Ended, source: &Path) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_a_read_only_mount_that_needs_its_journal_is_repeated_without_it() {
+        let refused = "mount: /mnt: cannot mount /dev/nbd0 read-only.";
+        let newer = "mount: /mnt: fsconfig system call failed: Read-only file system.";
+        let unreadable = "mount: /mnt: can't read superblock on /dev/nbd0.";
+        let option = |kind, read_only, errors: &str| {
+            let spec = MountSpec {
+                source: "/dev/nbd0".into(),
+                target: "/mnt".into(),
+                kind,
+                options: Vec::new(),
+                read_only,
+                duplicate_uuid: false,
+            };
+            without_replay(&spec, &Ended::of(32, "", errors))
+        };
+        for errors in [refused, newer] {
+            assert_eq!(option(Some(Kind::Ext4), true, errors), Some("noload"));
+            assert_eq!(option(Some(Kind::Xfs), true, errors), Some("norecovery"));
+            assert_eq!(option(Some(Kind::Btrfs), true, errors), Some("rescue=nologreplay"));
+            assert_eq!(option(Some(Kind::Ext4), false, errors), None);
+            assert_eq!(option(None, true, errors), None);
+        }
+        // For the others, this is an I/O error or a damaged file system.
+        assert_eq!(option(Some(Kind::Btrfs), true, unreadable), Some("rescue=nologreplay"));
+        assert_eq!(option(Some(Kind::Ext4), true, unreadable), None);
+        assert_eq!(option(Some(Kind::Xfs), true, unreadable), None);
+        let other = "mount: /read-only: wrong fs type, bad option, bad superblock on /dev/nbd0";
+        assert_eq!(option(Some(Kind::Ext4), true, other), None);
+    }
 
     #[test]
     fn a_context_for_the_whole_filesystem_is_found() {

@@ -9,6 +9,7 @@ mod calls;
 mod host;
 mod life;
 mod machine;
+mod one_pod;
 mod steps;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -35,6 +36,7 @@ const EMPTY: Volume = Volume {
     group: 0,
     encrypted: false,
     stale: false,
+    one_pod: false,
 };
 const VOLUMES: [Volume; 8] = [
     EMPTY,

@@ -51,7 +51,8 @@ pub(super) async fn unlocked(
                 mapped.node.display()
             );
             return Err(Error::new(ErrorKind::InUse, message).with_repair(
-                "remove encrypted from the attributes of the volume, or erase it if its data is not needed",
+                "remove encrypted from the attributes of the volume; or, if it is new and its first format was cut \
+                 off, or if its data is not needed, erase it: blkdiscard --force --zeroout",
             ));
         }
     }

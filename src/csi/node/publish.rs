@@ -43,10 +43,12 @@ pub(crate) async fn publish(
     let missing = || super::not_mapped(&wanted.id);
     let view = driver.mapped(&wanted.id, deadline).await?.ok_or_else(missing)?;
     let device = driver.device(&view, deadline).await?;
-    check_other_targets(driver, wanted, &device, target, deadline).await?;
+    // First, because kubelet makes further mounts of a volume that is published (`subPath`, block volumes), and repeats
+    // this call when it has been restarted.
     if is_published(driver, wanted, &device, target, deadline).await? {
         return Ok(());
     }
+    check_other_targets(driver, wanted, &device, target, deadline).await?;
     match &wanted.capability.access {
         Access::Block => {
             driver.host.make_file(target.path, deadline).await?;

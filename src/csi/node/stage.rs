@@ -93,7 +93,8 @@ async fn map(driver: &Driver, wanted: &Wanted, deadline: Instant) -> Result<(Vie
     };
     let spec = driver.host.find(&wanted.id, Box::new(find), deadline).await?;
     let spec = MapSpec { grant: permission.generation, ..spec };
-    Ok((driver.map(&spec, deadline).await?, wanted))
+    let view = driver.map(&wanted.id, &wanted.attributes, &spec, deadline).await?;
+    Ok((view, wanted))
 }
 
 /// Returns the permission of a node that does not use grants.
@@ -250,7 +251,8 @@ async fn prepare(
         ),
         Content::Unknown(what) => refused(
             format!("{what}, but no known filesystem; it is not formatted"),
-            "use volumeMode: Block, or erase the volume if its data is not needed: blkdiscard --zeroout",
+            "use volumeMode: Block; or, if the volume is new and its first format was cut off, or if its data is not \
+             needed, erase it: blkdiscard --force --zeroout",
         ),
     }
 }

@@ -1,6 +1,7 @@
 //! Mounts that are refused, bind mounts of devices, and unmounts of what is in use.
 
 use std::fs::{self, File};
+use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
@@ -77,6 +78,42 @@ async fn a_clone_of_an_xfs_volume_is_mounted_on_request() {
     let clone = spec(&copy, &second, Kind::Xfs);
     assert!(mount(&clone, later()).await.is_err());
     mount(&MountSpec { duplicate_uuid: true, ..clone }, later()).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_read_only_device_that_was_not_unmounted_cleanly_is_mounted_without_its_journal() {
+    for kind in Kind::ALL {
+        let (disk, copy) = (formatted(kind).await, Disk::new(320 * MIB));
+        let place = Place::new();
+        let [source, target] = ["source", "target"].map(|name| place.directory(name));
+        mount(&spec(&disk, &source, kind), later()).await.unwrap();
+        fs::write(source.join("old"), "old").unwrap();
+        run("sync", &["--file-system", text(&source)]);
+        // Only the journal has this when the device is copied.
+        let mut new = File::create(source.join("new")).unwrap();
+        new.write_all(b"new").unwrap();
+        new.sync_all().unwrap();
+        let (from, to) = (format!("if={}", disk.name()), format!("of={}", copy.name()));
+        run("dd", &[&from, &to, "bs=1M", "iflag=direct", "conv=sparse,fsync"]);
+        drop(new);
+        assert!(unmount(&source, later()).await.unwrap());
+        drop(disk);
+        let before = copy.bytes();
+        run("blockdev", &["--setro", copy.name()]);
+        let writable = spec(&copy, &target, kind);
+        let error = mount(&writable, later()).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::PermissionDenied, "{kind}: {error:?}");
+        let read_only = MountSpec { read_only: true, ..writable.clone() };
+        let entry = mount(&read_only, later()).await.unwrap();
+        assert!(entry.is_read_only(), "{kind}: {entry:?}");
+        assert!(unmount(&target, later()).await.unwrap());
+        run("blockdev", &["--setrw", copy.name()]);
+        assert!(copy.bytes() == before, "{kind}: the device was changed");
+        // On a writable device, the kernel replays the journal.
+        mount(&writable, later()).await.unwrap();
+        assert_eq!(fs::read_to_string(target.join("new")).unwrap(), "new", "{kind}");
+        assert!(unmount(&target, later()).await.unwrap());
+    }
 }
 
 #[tokio::test]

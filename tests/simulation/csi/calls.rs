@@ -51,6 +51,8 @@ pub(crate) struct Volume {
     pub(crate) encrypted: bool,
     /// Whether another filesystem is mounted at the staging path and at the target path.
     pub(crate) stale: bool,
+    /// Whether only one pod may use it.
+    pub(crate) one_pod: bool,
 }
 
 impl Volume {
@@ -61,8 +63,18 @@ impl Volume {
 
     /// Makes a call.
     pub(crate) async fn call(&self, driver: &Driver, call: Call) -> Result<(), Status> {
+        self.call_at(driver, call, TARGET).await
+    }
+
+    /// Makes a call with this target path.
+    pub(crate) async fn call_at(
+        &self,
+        driver: &Driver,
+        call: Call,
+        target: &str,
+    ) -> Result<(), Status> {
         let (node, volume_id) = (driver.node_service(), Self::ID.to_owned());
-        let (staging_target_path, target_path) = (STAGING.to_owned(), TARGET.to_owned());
+        let (staging_target_path, target_path) = (STAGING.to_owned(), target.to_owned());
         let volume_capability = Some(self.capability());
         let pairs = |pairs: &[(&str, &str)]| -> BTreeMap<String, String> {
             let chosen = pairs.iter().filter(|_| self.encrypted);
@@ -98,7 +110,7 @@ impl Volume {
             Call::Expand => {
                 let request = csi::NodeExpandVolumeRequest {
                     volume_id,
-                    volume_path: TARGET.to_owned(),
+                    volume_path: target.to_owned(),
                     ..Default::default()
                 };
                 node.node_expand_volume(Request::new(request)).await.map(drop)
@@ -115,7 +127,11 @@ impl Volume {
     }
 
     fn capability(&self) -> csi::VolumeCapability {
-        let mode = if self.read_only { Mode::MultiNodeReaderOnly } else { Mode::SingleNodeWriter };
+        let mode = match self {
+            Self { read_only: true, .. } => Mode::MultiNodeReaderOnly,
+            Self { one_pod: true, .. } => Mode::SingleNodeSingleWriter,
+            _ => Mode::SingleNodeWriter,
+        };
         let fs_type = match self.content {
             Stored::Filesystem { kind, .. } => kind.name().to_owned(),
             _ => String::new(),

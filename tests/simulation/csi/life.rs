@@ -115,6 +115,11 @@ impl Play {
         });
     }
 
+    /// Runs a supervisor that executes `body`.
+    pub(crate) fn one_life(&self, body: impl AsyncFnOnce(&Driver)) {
+        self.live(1, &Steps::default(), body);
+    }
+
     /// Makes a call until it succeeds, as kubelet does.
     async fn succeed(&self, driver: &Driver, call: Call) {
         let temporary =
