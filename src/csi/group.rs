@@ -20,7 +20,7 @@ use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, AtFlags, OFlag, openat};
 use nix::sys::stat::{FchmodatFlags, FileStat, Mode, SFlag, fchmod, fchmodat, fstat, fstatat};
 use nix::unistd::{Gid, fchown, fchownat};
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio::time::{Instant, timeout_at};
 
 /// The maximum depth of directories. Each level keeps a descriptor open.
@@ -28,6 +28,9 @@ const MAX_DEPTH: usize = 200;
 
 /// How long an unmount waits for the end of a change. A change ends after the file that it works on.
 const STOP_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The changes that run at the same time. Other calls need threads, too.
+static PERMITS: Semaphore = Semaphore::const_new(32);
 
 /// The changes that have not ended, by the root directory. A change whose call has reached its deadline continues.
 static CHANGES: Mutex<BTreeMap<PathBuf, Running>> = Mutex::new(BTreeMap::new());
@@ -76,13 +79,12 @@ pub(crate) async fn apply(root: &Path, group: u32, deadline: Instant) -> Result<
 }
 
 /// Ends a change of the files below `root`, which keeps its filesystem in use. Waits for its end at most for
-/// [`STOP_TIMEOUT`], because the storage may not answer.
-pub(crate) async fn stop(root: &Path, deadline: Instant) {
+/// [`STOP_TIMEOUT`], because the storage may not answer. Returns whether no change is left.
+pub(crate) async fn stop(root: &Path, deadline: Instant) -> bool {
     let running = changes().get(root).cloned();
-    if let Some(mut running) = running {
-        running.stop.store(true, Ordering::Relaxed);
-        running.has_ended(deadline.min(Instant::now() + STOP_TIMEOUT)).await;
-    }
+    let Some(mut running) = running else { return true };
+    running.stop.store(true, Ordering::Relaxed);
+    running.has_ended(deadline.min(Instant::now() + STOP_TIMEOUT)).await
 }
 
 fn changes() -> MutexGuard<'static, BTreeMap<PathBuf, Running>> {
@@ -121,7 +123,14 @@ impl Change {
     /// Changes the files on a thread of its own, which continues after the deadline.
     async fn run(self, deadline: Instant) -> Result<()> {
         let root = self.root.clone();
+        // The semaphore is never closed.
+        let Ok(Ok(permit)) = timeout_at(deadline, PERMITS.acquire()).await else {
+            let message =
+                format!("the files of {} wait for changes of other volumes", root.display());
+            return Err(Error::new(ErrorKind::TimedOut, message).with_repair("repeat the call"));
+        };
         let work = move || {
+            let _permit = permit;
             let result = self.files();
             if Instant::now() >= deadline {
                 let path = self.root.display();

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use cleat_core::error::Result;
+use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_filesystem::{self as filesystem, FormatOptions, MountEntry, MountSpec, bounded};
 use cleat_node::executor::MapSpec;
 use cleat_sys::descriptor::block_device;
@@ -179,6 +179,8 @@ pub struct NewMount<'a> {
     pub options: &'a [String],
     /// Whether the filesystem is mounted read-only.
     pub read_only: bool,
+    /// Whether nothing else writes to the device, so that a read-only mount may do without the journal.
+    pub may_skip_journal: bool,
 }
 
 /// This machine.
@@ -283,6 +285,7 @@ impl Host for ThisHost {
             read_only: mount.read_only,
             // A clone is staged beside its source.
             duplicate_uuid: true,
+            may_skip_journal: mount.may_skip_journal,
         };
         filesystem::mount(&spec, deadline).await.map(drop)
     }
@@ -302,12 +305,23 @@ impl Host for ThisHost {
     }
 
     async fn unmount(&self, path: &Path, deadline: Instant) -> Result<()> {
-        crate::group::stop(path, deadline).await;
-        filesystem::unmount(path, deadline).await.map(drop)
+        let is_stopped = crate::group::stop(path, deadline).await;
+        match filesystem::unmount(path, deadline).await {
+            // The caller must learn that the storage does not answer, and may unmap by force then.
+            Err(error) if error.kind() == ErrorKind::InUse && !is_stopped => {
+                let message = format!(
+                    "{} is in use by a change of the group of its files, which does not end",
+                    path.display()
+                );
+                Err(Error::new(ErrorKind::TimedOut, message).with_source(error))
+            }
+            unmounted => unmounted.map(drop),
+        }
     }
 
     async fn detach(&self, path: &Path, deadline: Instant) -> Result<()> {
-        crate::group::stop(path, deadline).await;
+        // A detach needs not wait for the end.
+        let _ = crate::group::stop(path, deadline).await;
         filesystem::detach(path, deadline).await.map(drop)
     }
 

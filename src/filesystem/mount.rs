@@ -41,14 +41,17 @@ pub struct MountSpec {
     /// Permits a file system whose UUID equals that of another mounted one, as a clone or a snapshot has
     /// it. XFS refuses that otherwise (`nouuid`). btrfs always refuses it before Linux 6.7.
     pub duplicate_uuid: bool,
+    /// Whether a read-only file system whose journal cannot be replayed is mounted without it. Must be false if something else
+    /// may write to the device: its journal looks the same, and what is read changes meanwhile.
+    pub may_skip_journal: bool,
 }
 
 /// Mounts a file system and returns the new mount.
 ///
 /// At the deadline the mount may continue in the kernel; [`find`] shows its result.
 ///
-/// A file system on a read-only device that was not unmounted cleanly is mounted without its journal: what only the
-/// journal has is not visible then, and a warning in the log says so.
+/// A file system on a read-only device that was not unmounted cleanly is mounted without its journal, if `spec` permits
+/// it: what only the journal has is not visible then, and a warning in the log says so.
 ///
 /// # Errors
 /// Returns `AlreadyExists` if `target` is a mount point; `InUse` if the device is mounted or held elsewhere
@@ -124,7 +127,7 @@ fn without_replay(spec: &MountSpec, ended: &Ended) -> Option<&'static str> {
         Kind::Btrfs if is_refused || is_unreadable => "rescue=nologreplay",
         Kind::Ext4 | Kind::Xfs | Kind::Btrfs => return None,
     };
-    spec.read_only.then_some(option)
+    (spec.read_only && spec.may_skip_journal).then_some(option)
 }
 
 /// Returns whether a device refuses writes. An unknown state counts as writable.
@@ -309,6 +312,7 @@ mod tests {
                 options: Vec::new(),
                 read_only,
                 duplicate_uuid: false,
+                may_skip_journal: true,
             };
             without_replay(&spec, &Ended::of(32, "", errors))
         };

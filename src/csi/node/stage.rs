@@ -53,7 +53,8 @@ pub(crate) async fn stage(
         Access::Filesystem { kind, options, .. } => {
             let device = device?;
             let read_only = wanted.capability.read_only;
-            let filesystem = Wish { kind: *kind, options, read_only };
+            let may_skip_journal = has_no_other_writer(&view);
+            let filesystem = Wish { kind: *kind, options, read_only, may_skip_journal };
             stage_filesystem(driver, wanted, &device, &filesystem, staging, deadline).await?;
         }
     }
@@ -120,6 +121,14 @@ struct Wish<'a> {
     kind: Option<Kind>,
     options: &'a [String],
     read_only: bool,
+    may_skip_journal: bool,
+}
+
+/// Whether nothing else can write to the volume of a read-only mapping. A reader of an RBD image has no claim, so only a
+/// grant keeps writers away, or that it reads a snapshot.
+fn has_no_other_writer(view: &View) -> bool {
+    let place = view.record.uri.split('?').next().unwrap_or_default();
+    !place.starts_with("rbd:") || view.record.grant != 0 || place.contains('@')
 }
 
 async fn stage_filesystem(
@@ -143,6 +152,7 @@ async fn stage_filesystem(
             kind,
             options: wish.options,
             read_only: wish.read_only,
+            may_skip_journal: wish.may_skip_journal,
         };
         driver.host.mount(mount, deadline).await?;
         // A mount of an earlier daemon may have ended meanwhile.

@@ -23,6 +23,7 @@ pub(super) fn spec(disk: &Disk, target: &Path, kind: Kind) -> MountSpec {
         options: vec!["noatime".to_owned()],
         read_only: false,
         duplicate_uuid: false,
+        may_skip_journal: true,
     }
 }
 
