@@ -167,6 +167,13 @@ pub fn is_shared(uri: &str) -> bool {
     options.is_some_and(|options| options.split('&').any(|option| option == SHARED))
 }
 
+/// Returns whether nothing else can write to a volume that is mapped read-only, without a grant. A reader of an RBD image
+/// has no claim, so this holds for snapshots only.
+pub(crate) fn keeps_writers_away(uri: &str) -> bool {
+    let place = uri.split('?').next().unwrap_or_default();
+    !place.starts_with("rbd:") || place.contains('@')
+}
+
 /// Returns whether the URI `present` of the mapping of the volume `id`, and the URI `wanted` that was made for it now,
 /// lead to the same volume in the same way, and differ only in what the file of clusters says: the addresses, the
 /// client, and how an object store is used.
@@ -501,6 +508,19 @@ mod tests {
         // The file of clusters says nothing of files.
         assert!(!same("file/n/d/v", &made, "file:/d/v", "file:/d/v?direct=true"));
         assert!(!same("file/n/d/v", &made, "file:/d/v", "file:/e/v"));
+    }
+
+    #[test]
+    fn an_image_that_is_no_snapshot_may_have_a_writer_beside_its_readers() {
+        for (uri, expected) in [
+            ("rbd:p/i?config.mon_host=a", false),
+            ("rbd:p/i?keyring=/a@b", false),
+            ("rbd:p/i@s?config.mon_host=a", true),
+            ("s3://b/v?endpoint=http://h", true),
+            ("file:/d/v", true),
+        ] {
+            assert_eq!(keeps_writers_away(uri), expected, "{uri}");
+        }
     }
 
     #[test]

@@ -230,10 +230,7 @@ pub(crate) fn ask(
     while SystemClock.now() < deadline {
         // Before the look for the answer: what the writer has answered is there when its process has ended.
         has_ended = (writer.has_ended)();
-        if has_ended && !is_sent {
-            break;
-        }
-        if !is_sent {
+        if !is_sent && !has_ended {
             match block_until(deadline, store.create(&request_name(number), &bytes)) {
                 // The number is random, so the request that exists is this one.
                 Some(Ok(()) | Err(StoreError::Exists)) => is_sent = true,

@@ -1,8 +1,6 @@
 //! Clones on a store that always works, and the rules between the creator of a clone and the deleter of a snapshot.
 
-use std::future::ready;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use zeroize::Zeroizing;
@@ -293,63 +291,9 @@ fn a_clone_deletes_no_page_of_its_parent() {
     assert!(read_again(Some(Rule::OwnObjects)).is_err());
 }
 
-/// A store that fails some deletions of tokens and pins, and answers everything else.
-#[derive(Default)]
-struct FailingDeletions {
-    inner: Memory,
-    /// The number of deletions that fail next.
-    failures: AtomicU64,
-}
-
-impl Store for FailingDeletions {
-    fn create<'a>(&'a self, name: &'a str, bytes: &'a [u8]) -> Pending<'a, Result<(), StoreError>> {
-        self.inner.create(name, bytes)
-    }
-
-    fn read<'a>(
-        &'a self,
-        name: &'a str,
-        range: Range<u64>,
-    ) -> Pending<'a, Result<Vec<u8>, StoreError>> {
-        self.inner.read(name, range)
-    }
-
-    fn list<'a>(
-        &'a self,
-        prefix: &'a str,
-        after: &'a str,
-    ) -> Pending<'a, Result<Vec<String>, StoreError>> {
-        self.inner.list(prefix, after)
-    }
-
-    fn delete<'a>(&'a self, name: &'a str) -> Pending<'a, Result<(), StoreError>> {
-        let is_meant = name.starts_with("dead/") || name.starts_with("pin/");
-        let fails = |left: u64| left.checked_sub(1).filter(|_| is_meant);
-        match self.failures.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fails) {
-            Ok(_) => Box::pin(ready(Err(StoreError::Unclear("a test".into())))),
-            Err(_) => self.inner.delete(name),
-        }
-    }
-
-    fn back_off(&self, attempt: u32) -> Pending<'_, ()> {
-        self.inner.back_off(attempt)
-    }
-}
-
-impl FailingDeletions {
-    fn fail(&self, deletions: u64) {
-        self.failures.store(deletions, Ordering::Relaxed);
-    }
-
-    fn names(&self, prefix: &str) -> Vec<String> {
-        let objects = self.inner.objects.lock().unwrap();
-        objects.keys().filter(|name| name.starts_with(prefix)).cloned().collect()
-    }
-}
-
 /// The store of a volume with a snapshot that has a clone, and the place of the clone.
-fn cloned() -> (Arc<FailingDeletions>, [Arc<dyn Store>; 2], SnapshotId) {
-    let failing = Arc::<FailingDeletions>::default();
+fn cloned() -> (Arc<Memory>, [Arc<dyn Store>; 2], SnapshotId) {
+    let failing = Arc::<Memory>::default();
     let stores: [Arc<dyn Store>; 2] = [Arc::clone(&failing) as _, Arc::<Memory>::default()];
     create(&stores[0], 1 << 20);
     let volume = open(&stores[0], 10, Config::default()).unwrap();
@@ -364,11 +308,11 @@ fn no_token_is_left_of_a_deletion_that_was_given_up() {
     let (failing, stores, id) = cloned();
     let volume = open(&stores[0], 11, Config::default()).unwrap();
     // The store fails for a while: the deletion of the token is repeated.
-    failing.fail(3);
+    failing.fail_deletions(3);
     let refused = with_volume(&volume, async { volume.delete_snapshot(id).await });
     assert_eq!((refused, failing.names("dead/")), (Err(Failure::HasClones), Vec::new()));
     // It fails for longer: the collector repeats the deletion.
-    failing.fail(20);
+    failing.fail_deletions(20);
     let refused = with_volume(&volume, async {
         let refused = volume.delete_snapshot(id).await;
         while !failing.names("dead/").is_empty() {
@@ -378,13 +322,13 @@ fn no_token_is_left_of_a_deletion_that_was_given_up() {
     });
     assert!(matches!(refused, Err(Failure::Store { .. })), "{refused:?}");
     // It fails until the process ends: the next writer deletes the token, before it writes anything.
-    failing.fail(u64::MAX);
+    failing.fail_deletions(u64::MAX);
     let refused = with_volume(&volume, async { volume.delete_snapshot(id).await });
     assert!(matches!(refused, Err(Failure::Store { .. })), "{refused:?}");
     assert_eq!(failing.names("dead/").len(), 1);
     assert_eq!(block_on(Stores(&stores).place(1, 20).is_snapshot_deleted()), Ok(true));
     drop(volume);
-    failing.fail(0);
+    failing.fail_deletions(0);
     let next = open(&stores[0], 12, Config::default()).unwrap();
     with_volume(&next, async {
         while !failing.names("dead/").is_empty() {
@@ -399,7 +343,7 @@ fn no_token_is_left_of_a_deletion_that_was_given_up() {
     with_volume(&next, async { next.delete_snapshot(id).await }).unwrap();
     assert_eq!(failing.names("dead/").len(), 1);
     let last = open(&stores[0], 13, Config::default()).unwrap();
-    settle(&last, &failing.inner);
+    settle(&last, &failing);
     assert_eq!(failing.names("dead/").len(), 1);
 }
 
@@ -411,7 +355,7 @@ fn a_refused_creation_leaves_no_pin_although_deletions_fail_for_a_while() {
     let token = format!("dead/{id}/{:016x}-{:016x}", 7, 1);
     block_on(failing.create(&token, b"\n")).unwrap();
     let others: [Arc<dyn Store>; 2] = [Arc::clone(&stores[0]), Arc::<Memory>::default()];
-    failing.fail(5);
+    failing.fail_deletions(5);
     assert_eq!(Stores(&others).clone_to(1, id), Err(Failure::NoSnapshot));
     assert_eq!(failing.names("pin/"), Vec::<String>::new());
     assert!(Stores(&others).find(1, 21, None).is_err());

@@ -24,6 +24,7 @@ pub(crate) struct Memory {
     put_bytes: AtomicU64,
     log_puts: AtomicU64,
     log_reads: AtomicU64,
+    failing_deletions: AtomicU64,
 }
 
 impl Memory {
@@ -38,8 +39,18 @@ impl Memory {
 
     /// The log objects in the store.
     pub(crate) fn log_objects(&self) -> usize {
+        self.names("log/").len()
+    }
+
+    /// The names of the objects in the store that begin with `prefix`.
+    pub(crate) fn names(&self, prefix: &str) -> Vec<String> {
         let objects = self.objects.lock().unwrap();
-        objects.keys().filter(|name| name.starts_with("log/")).count()
+        objects.keys().filter(|name| name.starts_with(prefix)).cloned().collect()
+    }
+
+    /// Lets the next `count` deletions of tokens and pins fail.
+    pub(crate) fn fail_deletions(&self, count: u64) {
+        self.failing_deletions.store(count, Ordering::Relaxed);
     }
 
     pub(crate) fn log_reads(&self) -> u64 {
@@ -92,6 +103,12 @@ impl Store for Memory {
     }
 
     fn delete<'a>(&'a self, name: &'a str) -> Pending<'a, Result<(), StoreError>> {
+        let is_meant = name.starts_with("dead/") || name.starts_with("pin/");
+        let less = |left: u64| left.checked_sub(1).filter(|_| is_meant);
+        let failing = &self.failing_deletions;
+        if failing.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).is_ok() {
+            return Box::pin(ready(Err(StoreError::Unclear("a test".into()))));
+        }
         self.start().remove(name);
         Box::pin(ready(Ok(())))
     }

@@ -53,7 +53,8 @@ pub(crate) async fn stage(
         Access::Filesystem { kind, options, .. } => {
             let device = device?;
             let read_only = wanted.capability.read_only;
-            let may_skip_journal = has_no_other_writer(&view);
+            let record = &view.record;
+            let may_skip_journal = record.grant != 0 || source::keeps_writers_away(&record.uri);
             let filesystem = Wish { kind: *kind, options, read_only, may_skip_journal };
             stage_filesystem(driver, wanted, &device, &filesystem, staging, deadline).await?;
         }
@@ -122,13 +123,6 @@ struct Wish<'a> {
     options: &'a [String],
     read_only: bool,
     may_skip_journal: bool,
-}
-
-/// Whether nothing else can write to the volume of a read-only mapping. A reader of an RBD image has no claim, so only a
-/// grant keeps writers away, or that it reads a snapshot.
-fn has_no_other_writer(view: &View) -> bool {
-    let place = view.record.uri.split('?').next().unwrap_or_default();
-    !place.starts_with("rbd:") || view.record.grant != 0 || place.contains('@')
 }
 
 async fn stage_filesystem(

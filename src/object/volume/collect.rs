@@ -48,7 +48,7 @@ struct Memory {
     done: BTreeSet<Position>,
     /// The number of checkpoints at which the next sweep is due.
     sweep_at: u64,
-    /// The tokens of earlier writers were swept, or there are none that matter.
+    /// The sweep of the tokens of earlier writers was begun, or none of them matters.
     has_swept_tokens: bool,
     /// A sweep of the own epoch has failed because of lost or damaged objects. The next one that is due repeats it.
     is_left: bool,
@@ -80,11 +80,8 @@ impl Shared {
                 Work::Delete(name) => self.delete(name).await,
                 Work::Relocate(victims) => self.relocate_all(&victims, &mut memory).await,
                 Work::Sweep(reach) => self.sweep_and_merge(reach, &mut memory).await,
-                Work::Tokens => {
-                    let swept = self.sweep_tokens().await;
-                    memory.has_swept_tokens = swept.is_ok();
-                    swept
-                }
+                // If it fails, the next sweep of everything repeats it.
+                Work::Tokens => self.sweep_tokens().await,
             };
             self.lock().ended();
             match done {
