@@ -175,7 +175,7 @@ fn a_map_leaves_no_state_when_a_kernel_call_fails() {
         machine.kernel.inject(Call::Connect, fault);
         let mut request = test_kit::node::request("a", &machine.volume("a"));
         if refused {
-            request.timeout_ms = 1000;
+            request.timeout_ms = 3000;
         }
         let result = supervisor.map_with(request);
         match refused {
