@@ -10,6 +10,7 @@ pub mod buffer;
 pub mod descriptor;
 #[cfg(any(test, feature = "escape-attempts"))]
 pub mod escape_attempts;
+pub mod file_window;
 pub mod host;
 pub mod memory_limit;
 pub mod memory_lock;
@@ -21,3 +22,4 @@ pub mod seqpacket;
 pub mod shared;
 pub mod swap;
 pub mod volume_id;
+pub mod words;

@@ -226,7 +226,7 @@ impl Drop for SharedMemory {
 ///
 /// # Safety
 /// `len` bytes must be valid behind both pointers, and the ranges must not overlap.
-unsafe fn foreign_copy(target: *mut u8, source: *const u8, len: usize) {
+pub(crate) unsafe fn foreign_copy(target: *mut u8, source: *const u8, len: usize) {
     type Copy =
         unsafe extern "C" fn(*mut libc::c_void, *const libc::c_void, usize) -> *mut libc::c_void;
     let copy: Copy = black_box(libc::memcpy);

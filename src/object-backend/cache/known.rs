@@ -4,9 +4,10 @@
 //! Only extents that have been verified get here, so a block with the same hash is the same block. Without that, each read of a
 //! part would have to read and verify the whole extent, which may be 16 times as long.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use cleat_core::error::{Error, Result};
+use cleat_sys::words::Words;
 use twox_hash::XxHash3_64;
 
 /// The length of a block in bytes. The last one of an extent may be shorter.
@@ -18,8 +19,9 @@ const BLOCKS: usize = 512 << 10;
 /// The blocks that have the same room: two lines of the processor's cache.
 const ROOM: usize = 8;
 
-/// The rooms of a chunk, whose memory is allocated when it is used: 4 KiB.
-const CHUNK: usize = 32;
+/// The words of a block: most bits of the hash of its name, with the place of its extent in the set; and the hash of its bytes,
+/// together with its name. They are written one after the other: a mixture of two blocks has a wrong hash.
+const WORDS: usize = 2;
 
 /// The bits of a place.
 const PLACE_BITS: u32 = 16;
@@ -47,30 +49,20 @@ impl Place {
     }
 }
 
-/// A block. Both halves are written one after the other: a mixture of two blocks has a wrong hash.
-#[derive(Default)]
-struct Block {
-    /// Most bits of the hash of its name, and the place of its extent in the set.
-    place: AtomicU64,
-    /// The hash of its bytes, together with its name.
-    hash: AtomicU64,
-}
-
-#[derive(Default)]
-#[repr(align(64))]
-struct Room([Block; ROOM]);
-
 /// Blocks by the hashes of their names.
 pub(super) struct Known {
-    chunks: Vec<OnceLock<Box<[Room]>>>,
+    words: Words,
     /// No other process knows it, so none can make bytes with the hash of others.
     seed: u64,
 }
 
 impl Known {
-    pub(super) fn new(seed: u64) -> Self {
-        let chunks = (0..BLOCKS / ROOM / CHUNK).map(|_| OnceLock::new()).collect();
-        Self { chunks, seed }
+    /// # Errors
+    /// Returns an error if the process may not have the memory.
+    pub(super) fn new(seed: u64) -> Result<Self> {
+        let words = Words::new(BLOCKS * WORDS)
+            .map_err(|error| Error::from_io("the table of the blocks in the cache", error))?;
+        Ok(Self { words, seed })
     }
 
     /// Returns the place of an extent with this hash of its key, if its block with this number is known. It may be the place
@@ -96,28 +88,32 @@ impl Known {
     }
 
     fn find(&self, name: u64) -> Option<(Place, u64)> {
-        let (chunk, at) = index(name);
-        let blocks = &self.chunks[chunk].get()?[at].0;
-        blocks.iter().find_map(|block| {
-            let found = block.place.load(Ordering::Relaxed);
+        self.room(name).find_map(|[place, hash]| {
+            let found = place.load(Ordering::Relaxed);
             let is_found = found >> PLACE_BITS == name >> PLACE_BITS;
             let place = Place::decode(found).filter(|_| is_found)?;
-            Some((place, block.hash.load(Ordering::Relaxed)))
+            Some((place, hash.load(Ordering::Relaxed)))
         })
     }
 
     fn set(&self, name: u64, place: Place, hash: u64) {
-        let (chunk, at) = index(name);
-        let new = || (0..CHUNK).map(|_| Room::default()).collect();
-        let blocks = &self.chunks[chunk].get_or_init(new)[at].0;
-        let holder = |block: &&Block| block.place.load(Ordering::Relaxed) >> PLACE_BITS;
-        let own = blocks.iter().find(|block| holder(block) == name >> PLACE_BITS);
-        let free = || blocks.iter().find(|block| holder(block) == 0);
+        let holder = |[place, _]: &&[AtomicU64; WORDS]| place.load(Ordering::Relaxed) >> PLACE_BITS;
+        let own = self.room(name).find(|block| holder(block) == name >> PLACE_BITS);
+        let free = || self.room(name).find(|block| holder(block) == 0);
         // If the room is full, one of the blocks is forgotten, whichever it is.
-        let any = &blocks[usize::try_from(hash).unwrap_or(0) % ROOM];
-        let block = own.or_else(free).unwrap_or(any);
-        block.place.store((name >> PLACE_BITS) << PLACE_BITS | place.encode(), Ordering::Relaxed);
-        block.hash.store(hash, Ordering::Relaxed);
+        let any = || self.room(name).nth(usize::try_from(hash).unwrap_or(0) % ROOM);
+        let Some(block) = own.or_else(free).or_else(any) else { return };
+        let [at, bytes] = block;
+        at.store((name >> PLACE_BITS) << PLACE_BITS | place.encode(), Ordering::Relaxed);
+        bytes.store(hash, Ordering::Relaxed);
+    }
+
+    /// The blocks among which one with this name is.
+    fn room(&self, name: u64) -> impl Iterator<Item = &[AtomicU64; WORDS]> {
+        // The lower bits of the hash of a key are those of the file and the set.
+        let room = usize::try_from(name >> 40).unwrap_or(0) % (BLOCKS / ROOM);
+        let words = &self.words.get()[room * ROOM * WORDS..][..ROOM * WORDS];
+        words.as_chunks().0.iter()
     }
 
     fn hash(&self, name: u64, block: &[u8]) -> u64 {
@@ -130,12 +126,6 @@ fn name(extent: u64, number: usize) -> u64 {
     extent ^ (number as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// The lower bits of the hash of a key are those of the file and the set.
-fn index(name: u64) -> (usize, usize) {
-    let at = usize::try_from(name >> 40).unwrap_or(0) % (BLOCKS / ROOM);
-    (at / CHUNK, at % CHUNK)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -146,7 +136,7 @@ mod tests {
 
     #[test]
     fn a_block_is_known_with_its_bytes_at_its_place_and_for_its_extent_only() {
-        let known = Known::new(7);
+        let known = Known::new(7).unwrap();
         let extent = 0x1234_5678_9abc_def0;
         let bytes: Vec<u8> = (0..2500_u32).flat_map(u32::to_le_bytes).collect();
         assert_eq!(known.place(extent, 0), None);
@@ -175,7 +165,7 @@ mod tests {
 
     #[test]
     fn a_full_room_forgets_one_block() {
-        let known = Known::new(7);
+        let known = Known::new(7).unwrap();
         let extents: Vec<u64> = (1..=9).map(|number| number << 20).collect();
         for extent in &extents {
             known.add(*extent, at(200), b"data");
