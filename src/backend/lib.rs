@@ -326,6 +326,12 @@ pub trait ImageQueue {
         None
     }
 
+    /// Called after some requests were started, before the caller waits for anything. Appends the requests that have ended by
+    /// the call to `done`. A queue can so begin several requests together. It must begin all of them now.
+    fn end_batch(&mut self, ring: &mut Ring, done: &mut Vec<(RequestId, Outcome)>) {
+        let _ = (ring, done);
+    }
+
     /// Takes the completion of an operation that this queue submitted to the ring. Returns the request that
     /// has ended by it; `None` if the request has further steps (for example after a short read).
     fn on_ring(&mut self, completion: Completion, ring: &mut Ring) -> Option<(RequestId, Outcome)>;

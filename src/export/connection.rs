@@ -160,6 +160,7 @@ impl Connection {
         self.parse();
         loop {
             self.retry();
+            self.requests.end_batch(self.link.ring());
             self.requests.show();
             if let Some(end) = self.finished() {
                 return end;
@@ -374,6 +375,8 @@ impl Connection {
         if !self.first_half.is_over(unread, requests) || self.socket_is_paused() {
             return;
         }
+        self.requests.end_batch(self.link.ring());
+        let at_backend = self.requests.in_flight();
         // Reads of cached data end within the submit. If the ring refuses, the next turn of the loop submits, and
         // reports the error.
         let mut took = at_backend > 0 && self.link.ring().submit().is_ok() && self.reap().others;

@@ -194,6 +194,13 @@ impl Requests {
         self.sending.reply_to_block_status(cookie, Err(error), &mut self.pool);
     }
 
+    /// Informs the backend that no further request is started now.
+    pub(super) fn end_batch(&mut self, ring: &mut Ring) {
+        let mut ended = std::mem::take(&mut self.ended);
+        self.backend.queue.end_batch(ring, &mut ended);
+        self.finish_all(ended);
+    }
+
     /// Takes a completion of the backend's own operation on the ring.
     pub(super) fn on_ring(&mut self, completion: Completion, ring: &mut Ring) {
         if let Some((id, outcome)) = self.backend.queue.on_ring(completion, ring) {

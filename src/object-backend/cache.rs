@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use cleat_backend::{CacheFiles, MAX_CACHE_FILES};
 use cleat_core::error::{Error, Result};
-use cleat_object::cache::{Cache, Key};
+use cleat_object::cache::{Cache, Key, Step};
 use cleat_object::store::Pending;
 use cleat_object::store::pool::{Lane, Pool};
 use cleat_sys::file_window::{FileWindow, PART_BYTES};
@@ -146,6 +146,22 @@ impl Cache for FileCache {
 
     fn copy_verified(&self, key: Key, skip: u32, target: &mut [u8]) -> bool {
         self.files.copy_known(&key, skip as usize, target)
+    }
+
+    fn prepare(&self, key: Key, skip: u32, step: Step) {
+        let Files { known, window, .. } = &*self.files;
+        let (hash, number) = (hash(&key), skip as usize / BLOCK_BYTES);
+        match step {
+            Step::Place => known.prefetch(hash, number),
+            Step::Bytes => {
+                let (Some(window), Some(place)) = (window, known.place(hash, number)) else {
+                    return;
+                };
+                let block = (number * BLOCK_BYTES) as u64;
+                let set = self.files.set(hash, place.set);
+                window.prefetch(set.number, set::position(place.block) + block);
+            }
+        }
     }
 
     fn put(&self, key: Key, bytes: &[u8]) {

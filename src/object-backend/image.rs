@@ -259,7 +259,7 @@ impl Image for ObjectImage {
 
     fn queue(&self, _ring: &mut Ring, completer: &Completer) -> Result<Box<dyn ImageQueue>> {
         let (shared, store) = (Arc::clone(&self.shared), Arc::clone(&self.store));
-        Ok(Box::new(ObjectQueue { shared, store, completer: completer.clone() }))
+        Ok(Box::new(ObjectQueue { shared, store, completer: completer.clone(), reads: Vec::new() }))
     }
 
     /// The size changes only by this process.

@@ -7,7 +7,7 @@ use std::task::{Context, Poll, Waker};
 
 use cleat_backend::{Completer, ImageQueue, Outcome, RequestId, Started};
 use cleat_core::request::{IoError, Op, Request};
-use cleat_object::volume::{Failure, Volume};
+use cleat_object::volume::{Failure, Found, Volume};
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion, Ring};
 
@@ -25,6 +25,17 @@ pub(crate) struct ObjectQueue {
     pub(crate) shared: Arc<Shared>,
     pub(crate) store: Arc<Watched>,
     pub(crate) completer: Completer,
+    /// The reads of this batch that need nothing but the cache.
+    pub(crate) reads: Vec<Read>,
+}
+
+/// A read that was looked up.
+pub(crate) struct Read {
+    id: RequestId,
+    request: Request,
+    buffer: Buffer,
+    volume: Volume,
+    found: Found,
 }
 
 impl ImageQueue for ObjectQueue {
@@ -48,21 +59,58 @@ impl ImageQueue for ObjectQueue {
         let Some(volume) = self.shared.volume() else {
             return ended(Err(IoError::Shutdown), buffer);
         };
-        let mut buffer = buffer;
-        if request.op == Op::Read
-            && is_short(&request)
-            && let Some(target) = &mut buffer
-            && volume.read_at_once(request.offset, target.payload_mut())
-        {
-            return ended(Ok(()), buffer);
+        match buffer {
+            Some(mut buffer) if request.op == Op::Read && is_short(&request) => {
+                match volume.look_up_at_once(request.offset, buffer.payload_mut()) {
+                    Some(found) => {
+                        self.reads.push(Read { id, request, buffer, volume, found });
+                        Started::Pending
+                    }
+                    None => self.begin(id, request, Some(buffer), volume),
+                }
+            }
+            buffer => self.begin(id, request, buffer, volume),
         }
+    }
+
+    /// Copies the data of all reads of the batch: what they need from the memory is loaded at the same time.
+    fn end_batch(&mut self, _: &mut Ring, done: &mut Vec<(RequestId, Outcome)>) {
+        let mut reads = std::mem::take(&mut self.reads);
+        reads.iter().for_each(|read| read.volume.prepare(&read.found));
+        for Read { id, request, mut buffer, volume, found } in reads.drain(..) {
+            let started = match volume.copy_at_once(&found, buffer.payload_mut()) {
+                true => Started::Done(Outcome { result: Ok(()), buffer: Some(buffer) }),
+                false => self.begin(id, request, Some(buffer), volume),
+            };
+            if let Started::Done(outcome) = started {
+                done.push((id, outcome));
+            }
+        }
+        self.reads = reads;
+    }
+
+    fn on_ring(&mut self, _: Completion, _: &mut Ring) -> Option<(RequestId, Outcome)> {
+        // This queue submits nothing to the ring.
+        None
+    }
+}
+
+impl ObjectQueue {
+    /// Begins a request that may wait.
+    fn begin(
+        &self,
+        id: RequestId,
+        request: Request,
+        buffer: Option<Buffer>,
+        volume: Volume,
+    ) -> Started {
         let changes = request.op.modifies() || request.op == Op::Flush;
         let bytes = if request.op == Op::Write { request.length } else { 0 };
         let early = is_plain(&request) && self.shared.can_keep(&volume, bytes);
         let waits_for_puts = changes && !early;
         // The puts of earlier requests are being repeated. Another copy of this one would only fill the tail.
         if waits_for_puts && self.store.is_in_outage() && volume.has_puts() {
-            return ended(Err(IoError::Retry), buffer);
+            return Started::Done(Outcome { result: Err(IoError::Retry), buffer });
         }
         let (shared, store) = (Arc::clone(&self.shared), Arc::clone(&self.store));
         let mut work = Box::pin(async move {
@@ -92,11 +140,6 @@ impl ImageQueue for ObjectQueue {
         let completer = self.completer.clone();
         self.shared.spawner.spawn(async move { completer.complete(id, work.await) });
         Started::Pending
-    }
-
-    fn on_ring(&mut self, _: Completion, _: &mut Ring) -> Option<(RequestId, Outcome)> {
-        // This queue submits nothing to the ring.
-        None
     }
 }
 

@@ -19,6 +19,15 @@ pub struct Key {
     pub length: u32,
 }
 
+/// What a copy needs next; see [`Cache::prepare`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Step {
+    /// What is known of the extent.
+    Place,
+    /// Its bytes.
+    Bytes,
+}
+
 /// A cache. Calls are made on the thread of the volume, so they must not block.
 pub trait Cache: Send + Sync {
     /// Returns the bytes of an extent, if the cache has them.
@@ -34,6 +43,12 @@ pub trait Cache: Send + Sync {
     fn copy_verified(&self, key: Key, skip: u32, target: &mut [u8]) -> bool {
         let _ = (key, skip, target);
         false
+    }
+
+    /// Says that [`Cache::copy_verified`] will soon be called with these arguments, so that the processor's cache can load what
+    /// it needs. Several copies are prepared together: first `Step::Place` of all, then `Step::Bytes` of all.
+    fn prepare(&self, key: Key, skip: u32, step: Step) {
+        let _ = (key, skip, step);
     }
 
     /// Offers the bytes of an extent, which were verified. The cache may ignore them.

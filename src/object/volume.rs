@@ -57,6 +57,7 @@ pub use flattening::Flattening;
 pub use keep::Keep;
 pub use lineage::Parents;
 pub use place::{Newest, Place};
+pub use reading::Found;
 pub use repair::{Findings, Progress, Rebuilt, Refusal, Repair};
 
 use crate::codec::{Description, MAX_DATA_BYTES, MAX_MAP_PAGES, Snapshot};
@@ -282,10 +283,22 @@ impl Volume {
         self.0.read(offset, buffer).await
     }
 
-    /// Reads a range if that needs no store and no disk: the map, the tail and the cache have it in memory. Never waits.
-    /// Returns false if something is missing or fails; [`Volume::read`] must be called then.
-    pub fn read_at_once(&self, offset: u64, buffer: &mut [u8]) -> bool {
-        self.0.read_at_once(offset, buffer)
+    /// Begins a read that needs no store and no disk, because the map, the tail and the cache have everything in memory.
+    /// Never waits. Returns `None` if something is missing or fails; [`Volume::read`] must be called then. Other reads may
+    /// begin before [`Volume::prepare`] is called for all of them, and then [`Volume::copy_at_once`]: so the processor loads
+    /// what they need at the same time.
+    pub fn look_up_at_once(&self, offset: u64, buffer: &mut [u8]) -> Option<Found> {
+        self.0.look_up_at_once(offset, buffer)
+    }
+
+    /// Prepares the copies of a read.
+    pub fn prepare(&self, found: &Found) {
+        self.0.prepare(found);
+    }
+
+    /// Ends the read, with the same buffer. Never waits. Returns false if [`Volume::read`] must be called.
+    pub fn copy_at_once(&self, found: &Found, buffer: &mut [u8]) -> bool {
+        self.0.copy_at_once(found, buffer)
     }
 
     /// Returns when everything that was written before the call is durable in the store. Flushes at the same

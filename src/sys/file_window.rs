@@ -36,6 +36,10 @@ const WINDOW_BYTES: usize = PARTS * PART_BYTES;
 /// What a proof is about, in bytes. Pages of the kernel are not shorter.
 const BLOCK_BYTES: usize = 4096;
 
+/// The length of a line of the processor's cache, and how many are loaded ahead. The processor then loads the next ones itself.
+const LINE_BYTES: usize = 64;
+const LINES: usize = 4;
+
 /// How long a proof is valid, in milliseconds.
 const PROOF_MS: u64 = 60_000;
 
@@ -113,6 +117,16 @@ impl FileWindow {
         match WINDOWS.iter().find(is_free) {
             Some(_) => Ok(window),
             None => Err(io::Error::from_raw_os_error(libc::ENOSPC)),
+        }
+    }
+
+    /// Has the processor load the first bytes of a part from `skip` on into its cache, and where their page is.
+    pub fn prefetch(&self, part: u64, skip: u64) {
+        let (index, place) = self.place(part);
+        let Some((skip, blocks)) = blocks(skip, LINE_BYTES) else { return };
+        if place.part.load(Ordering::Acquire) == part + 1 && place.has(blocks) {
+            let source = self.base.as_ptr().wrapping_add(index * PART_BYTES + skip);
+            (0..LINES).for_each(|line| crate::prefetch(source.wrapping_add(line * LINE_BYTES)));
         }
     }
 

@@ -23,3 +23,15 @@ pub mod shared;
 pub mod swap;
 pub mod volume_id;
 pub mod words;
+
+/// Has the processor load what is at an address into its cache. Nothing happens if nothing is there.
+fn prefetch<T>(address: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: the instruction is a hint, which is valid for all addresses.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(address.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}

@@ -36,6 +36,11 @@ impl Words {
         Ok(Self { base: base.cast(), bytes: bytes.get() })
     }
 
+    /// Has the processor load a word into its cache, so that an access soon does not wait for the memory.
+    pub fn prefetch(&self, index: usize) {
+        crate::prefetch(&self.get()[index]);
+    }
+
     /// Returns the words.
     pub fn get(&self) -> &[AtomicU64] {
         let count = self.bytes / size_of::<AtomicU64>();

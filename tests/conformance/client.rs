@@ -235,6 +235,11 @@ impl LocalClient {
     }
 
     fn turn(&mut self, ended: &mut Vec<(usize, Done)>) {
+        let mut done = Vec::new();
+        self.queue.end_batch(&mut self.ring, &mut done);
+        if !done.is_empty() {
+            return done.into_iter().for_each(|(id, outcome)| self.end(id, outcome, ended));
+        }
         if !self.polling {
             self.polling = self.ring.poll_readable(self.wakes, WAKE);
         }

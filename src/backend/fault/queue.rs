@@ -108,6 +108,10 @@ impl ImageQueue for FaultQueue {
         Started::Pending
     }
 
+    fn end_batch(&mut self, ring: &mut Ring, done: &mut Vec<(RequestId, Outcome)>) {
+        self.inner.end_batch(ring, done);
+    }
+
     fn on_ring(&mut self, completion: Completion, ring: &mut Ring) -> Option<(RequestId, Outcome)> {
         // This queue submits nothing to the ring by itself, so the completion belongs to the wrapped volume.
         self.inner.on_ring(completion, ring)

@@ -71,6 +71,11 @@ impl Known {
         self.find(name(extent, number)).map(|(place, _)| place)
     }
 
+    /// Has the processor load what is known of a block.
+    pub(super) fn prefetch(&self, extent: u64, number: usize) {
+        self.words.prefetch(first_word(name(extent, number)));
+    }
+
     /// Whether `bytes`, which were read from an extent at `place`, are those of its blocks from this number on.
     pub(super) fn has(&self, extent: u64, first: usize, place: Place, bytes: &[u8]) -> bool {
         bytes.chunks(BLOCK_BYTES).zip(first..).all(|(block, number)| {
@@ -110,9 +115,7 @@ impl Known {
 
     /// The blocks among which one with this name is.
     fn room(&self, name: u64) -> impl Iterator<Item = &[AtomicU64; WORDS]> {
-        // The lower bits of the hash of a key are those of the file and the set.
-        let room = usize::try_from(name >> 40).unwrap_or(0) % (BLOCKS / ROOM);
-        let words = &self.words.get()[room * ROOM * WORDS..][..ROOM * WORDS];
+        let words = &self.words.get()[first_word(name)..][..ROOM * WORDS];
         words.as_chunks().0.iter()
     }
 
@@ -124,6 +127,11 @@ impl Known {
 /// The name of a block. The multiplier is that of Fibonacci hashing.
 fn name(extent: u64, number: usize) -> u64 {
     extent ^ (number as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+/// Where the room of a name begins. The lower bits of the hash of a key are those of the file and the set.
+fn first_word(name: u64) -> usize {
+    usize::try_from(name >> 40).unwrap_or(0) % (BLOCKS / ROOM) * ROOM * WORDS
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::stored::Stored;
-use crate::cache::{Cache, Key};
+use crate::cache::{Cache, Key, Step};
 use crate::codec::{
     Damage, Description, Entry, Identity, LogObject, PREFIX_BYTES, PageId, nonce_of,
 };
@@ -199,6 +199,11 @@ impl Access {
     /// false otherwise; `target` may have changed then.
     pub(super) fn copy_cached(&self, key: Key, skip: u32, target: &mut [u8]) -> bool {
         self.cache.as_ref().is_some_and(|cache| cache.copy_verified(key, skip, target))
+    }
+
+    /// Prepares [`Access::copy_cached`] with the same arguments.
+    pub(super) fn prepare(&self, key: Key, skip: u32, step: Step) {
+        self.cache.iter().for_each(|cache| cache.prepare(key, skip, step));
     }
 
     /// Offers the verified bytes of an extent to the cache.

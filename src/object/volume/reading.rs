@@ -10,6 +10,7 @@ use super::shared::{Shared, State};
 use super::stored::Stored;
 use super::table::Missing;
 use super::tasks::{Part, all};
+use crate::cache::{Key, Step};
 use crate::codec::Entry;
 
 /// How often a read looks the range up again because its object was deleted.
@@ -22,12 +23,21 @@ const SPAN_BYTES: usize = 4 << 20;
 type Places = Vec<Place>;
 
 /// A part of an extent that a request needs.
+#[derive(Debug)]
 struct Place {
     /// The position in the buffer.
     at: usize,
     entry: Entry,
     /// The first byte of the entry's page.
     base: u64,
+}
+
+/// A range that was looked up: what of it the cache may have.
+#[derive(Debug)]
+pub struct Found {
+    offset: u64,
+    length: u64,
+    places: Vec<(Place, Key)>,
 }
 
 /// A part of an extent, and where its bytes go.
@@ -144,38 +154,55 @@ impl Shared {
         Ok(entries)
     }
 
-    /// Reads a range within one page, if the map, the tail and the cache have everything in memory. Returns false if not;
-    /// `buffer` may have changed then.
-    pub(super) fn read_at_once(&self, offset: u64, buffer: &mut [u8]) -> bool {
+    /// Looks a range within one page up if the map has it in memory, copies what the tail has of it to `buffer`, and prepares
+    /// the copies of the rest from the cache. Returns `None` if more is needed; `buffer` may have changed then.
+    pub(super) fn look_up_at_once(&self, offset: u64, buffer: &mut [u8]) -> Option<Found> {
         let length = buffer.len() as u64;
         let is_in_page = offset % self.page_bytes + length <= self.page_bytes;
         if !is_in_page || self.check_range(offset, length).is_err() {
-            return false;
+            return None;
         }
         let places = {
             let mut state = self.lock();
-            if state.check().is_err() {
-                return false;
-            }
-            let Ok(places) = self.look_up_in(&mut state, offset, buffer) else { return false };
+            state.check().ok()?;
+            let places = self.look_up_in(&mut state, offset, buffer).ok()?;
             let is_ahead = |place: &Place| state.ahead.has(&self.access.stored(&place.entry));
             if state.ahead.bytes() > 0 && places.iter().any(is_ahead) {
-                return false;
+                return None;
             }
             places
         };
-        let is_read = places.iter().all(|place| self.copy_cached(place, buffer));
+        let with_key = |place: Place| {
+            let access = self.access.of(place.entry.ancestor).ok()?;
+            let key = self.access.stored(&place.entry).key(access.cached_volume());
+            access.prepare(key, place.entry.skip, Step::Place);
+            Some((place, key))
+        };
+        let places: Option<Vec<_>> = places.into_iter().map(with_key).collect();
+        Some(Found { offset, length, places: places? })
+    }
+
+    /// Continues to prepare the copies, after all reads of a group were looked up.
+    pub(super) fn prepare(&self, found: &Found) {
+        for (place, key) in &found.places {
+            self.access.prepare(*key, place.entry.skip, Step::Bytes);
+        }
+    }
+
+    /// Copies what was looked up from the cache to `buffer`, if the cache has it at once. Returns false if not; `buffer` may
+    /// have changed then.
+    pub(super) fn copy_at_once(&self, found: &Found, buffer: &mut [u8]) -> bool {
+        let is_read = found.places.iter().all(|(place, key)| self.copy_cached(place, *key, buffer));
         if is_read {
-            self.note_read(offset, length);
+            self.note_read(found.offset, found.length);
         }
         is_read
     }
 
     /// Copies a part of an extent from the cache. Returns false if the cache does not have it at once.
-    fn copy_cached(&self, place: &Place, buffer: &mut [u8]) -> bool {
+    fn copy_cached(&self, place: &Place, key: Key, buffer: &mut [u8]) -> bool {
         let Place { at, entry, base } = place;
         let Ok(access) = self.access.of(entry.ancestor) else { return false };
-        let key = self.access.stored(entry).key(access.cached_volume());
         let target = &mut buffer[*at..*at + entry.length as usize];
         if access.packing.is_plain() && access.copy_cached(key, entry.skip, target) {
             return true;
