@@ -3,6 +3,7 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use cleat_core::request::{IoError, Op};
@@ -15,6 +16,7 @@ use test_kit::nbd::wire;
 use test_kit::stopwatch::Stopwatch;
 
 use super::fixture::{Fixture, MIB, Panicking, Slow, SlowImage, Waiting};
+use super::flaky;
 
 #[test]
 fn a_disconnect_request_is_executed_after_all_replies() {
@@ -200,6 +202,28 @@ fn a_stop_waits_for_requests_in_flight() {
     assert_eq!(client.stream.read(&mut [0; 1]).unwrap(), 0);
     assert!(matches!(fixture.end(), End::Stopped));
     assert_eq!(fixture.server.connections(), 0);
+}
+
+/// Also if a backend ends requests only when it knows that no more follow, and more arrive than may be in flight.
+#[test]
+fn requests_that_arrive_together_begin_together() {
+    let fixture = flaky::Fixture::new(flaky::QUEUE, 1);
+    *fixture.flaky.ends.lock().unwrap() = flaky::Ends::WithBatch;
+    let mut client = fixture.connect();
+    client.write(0, 512, &[7; 512]);
+    client.expect(0, Ok(()));
+    let count = 3 * u64::from(flaky::DEPTH);
+    let reads =
+        (1..=count).flat_map(|cookie| wire::Request::new(wire::READ, cookie, 512, 512).encode());
+    client.stream.write_all(&reads.collect::<Vec<u8>>()).unwrap();
+    for cookie in 1..=count {
+        client.expect(cookie, Ok(()));
+        assert_eq!(client.take(512), [7; 512]);
+    }
+    let longest = fixture.flaky.longest_batch.load(Ordering::SeqCst);
+    assert!((2..=u64::from(flaky::DEPTH)).contains(&longest), "{longest}");
+    fixture.server.stop(Duration::from_secs(10)).unwrap();
+    assert!(matches!(fixture.end(), End::Stopped));
 }
 
 #[test]

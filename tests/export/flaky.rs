@@ -63,6 +63,16 @@ impl Fixture {
     }
 }
 
+/// When a request ends.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Ends {
+    AtStart,
+    /// In `end_batch`.
+    WithBatch,
+    /// Through the completer.
+    Later,
+}
+
 /// A backend in memory that refuses all requests, those to one block, or a share of them.
 pub(super) struct Flaky {
     pub(super) content: Mutex<Vec<u8>>,
@@ -72,8 +82,9 @@ pub(super) struct Flaky {
     /// The percentage of refused attempts.
     pub(super) share: AtomicU64,
     pub(super) seed: AtomicU64,
-    /// Requests complete after `start`, through the completer.
-    pub(super) later: AtomicBool,
+    pub(super) ends: Mutex<Ends>,
+    /// The most requests that have ended with one batch.
+    pub(super) longest_batch: AtomicU64,
     pub(super) attempts: AtomicU64,
     /// The number of executed writes.
     pub(super) effects: AtomicU64,
@@ -87,7 +98,8 @@ impl Flaky {
             bad_block: AtomicU64::new(u64::MAX),
             share: AtomicU64::new(0),
             seed: AtomicU64::new(0),
-            later: AtomicBool::new(false),
+            ends: Mutex::new(Ends::AtStart),
+            longest_batch: AtomicU64::new(0),
             attempts: AtomicU64::new(0),
             effects: AtomicU64::new(0),
         }
@@ -139,7 +151,7 @@ impl Image for FlakyImage {
     }
     fn queue(&self, _: &mut Ring, completer: &Completer) -> Result<Box<dyn ImageQueue>> {
         let (flaky, completer) = (Arc::clone(&self.0), completer.clone());
-        Ok(Box::new(FlakyQueue { flaky, completer }))
+        Ok(Box::new(FlakyQueue { flaky, completer, batch: Vec::new() }))
     }
     fn refresh_size(&self) -> Result<u64> {
         Ok(self.size())
@@ -149,6 +161,7 @@ impl Image for FlakyImage {
 struct FlakyQueue {
     flaky: Arc<Flaky>,
     completer: Completer,
+    batch: Vec<(RequestId, Request, Option<Buffer>)>,
 }
 
 impl ImageQueue for FlakyQueue {
@@ -159,13 +172,25 @@ impl ImageQueue for FlakyQueue {
         mut buffer: Option<Buffer>,
         _ring: &mut Ring,
     ) -> Started {
+        let ends = *self.flaky.ends.lock().unwrap();
+        if let Ends::WithBatch = ends {
+            self.batch.push((id, request, buffer));
+            return Started::Pending;
+        }
         let result = self.flaky.run(&request, buffer.as_mut());
         let outcome = Outcome { result, buffer };
-        if !self.flaky.later.load(Ordering::SeqCst) {
+        if let Ends::AtStart = ends {
             return Started::Done(outcome);
         }
         self.completer.complete(id, outcome);
         Started::Pending
+    }
+    fn end_batch(&mut self, _: &mut Ring, done: &mut Vec<(RequestId, Outcome)>) {
+        self.flaky.longest_batch.fetch_max(self.batch.len() as u64, Ordering::SeqCst);
+        for (id, request, mut buffer) in self.batch.drain(..) {
+            let result = self.flaky.run(&request, buffer.as_mut());
+            done.push((id, Outcome { result, buffer }));
+        }
     }
     fn on_ring(&mut self, _: Completion, _: &mut Ring) -> Option<(RequestId, Outcome)> {
         None

@@ -13,7 +13,7 @@ use proptest::prelude::*;
 use test_kit::nbd::wire;
 use test_kit::stopwatch::Stopwatch;
 
-use super::flaky::{DEPTH, Fixture, QUEUE, policy};
+use super::flaky::{DEPTH, Ends, Fixture, QUEUE, policy};
 
 #[test]
 fn requests_wait_for_the_backend_and_then_succeed() {
@@ -226,10 +226,11 @@ proptest! {
     /// the writes that succeeded.
     #[test]
     fn each_request_is_executed_and_answered_once(
-        seed: u64, share in 0_u64..=90, writes in 1_usize..120, later: bool,
+        seed: u64, share in 0_u64..=90, writes in 1_usize..120,
+        ends in prop_oneof![Just(Ends::AtStart), Just(Ends::WithBatch), Just(Ends::Later)],
     ) {
         let fixture = Fixture::new(QUEUE, 1);
-        fixture.flaky.later.store(later, Ordering::SeqCst);
+        *fixture.flaky.ends.lock().unwrap() = ends;
         fixture.flaky.seed.store(seed, Ordering::SeqCst);
         fixture.flaky.share.store(share, Ordering::SeqCst);
         let mut client = fixture.connect();
