@@ -1,5 +1,6 @@
 //! `cargo bench --bench object_reads`: volumes of objects in a directory. A sequential read, against the store's own
-//! reads of the same objects; random reads of 4 KiB with a local cache and without, against a volume in a file.
+//! reads of the same objects; random reads of 4 KiB with a local cache and without, also of an encrypted volume, against a
+//! volume in a file.
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -9,8 +10,9 @@
     reason = "a benchmark measures real time, prints figures, and fails by panicking"
 )]
 
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::os::fd::AsFd;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -61,13 +63,29 @@ fn main() {
     File::create(&file).unwrap().set_len(SIZE).unwrap();
     let file = format!("file:{}", file.display());
     fill(&file, MIB);
+    let encrypted = encrypted_volume(directory.path());
     for length in [MIB, BLOCK] {
-        fill(&uri, length);
-        println!("a volume that was written in writes of {} KiB:", length >> 10);
-        for _ in 0..3 {
-            compare(directory.path(), &file, &uri);
+        for (kind, uri) in [("a", &uri), ("an encrypted", &encrypted)] {
+            fill(uri, length);
+            println!("{kind} volume that was written in writes of {} KiB:", length >> 10);
+            for _ in 0..3 {
+                compare(directory.path(), &file, uri);
+            }
         }
     }
+}
+
+/// The name of the key file.
+const KEY: &str = "key";
+
+fn encrypted_volume(directory: &Path) -> String {
+    let key = directory.join(KEY);
+    std::fs::write(&key, [7; 32]).unwrap();
+    std::fs::set_permissions(&key, Permissions::from_mode(0o600)).unwrap();
+    let store = format!("dir:{}?key_file={}", directory.display(), key.display());
+    let store = REGISTRY.store(&store).unwrap();
+    store.connect().unwrap().create("encrypted", SIZE, &Layout::default()).unwrap();
+    store.volume("encrypted", None).unwrap().to_string()
 }
 
 /// Random reads of a file, and of a volume of objects without and with a cache.
@@ -81,12 +99,15 @@ fn compare(directory: &Path, file: &str, uri: &str) {
 
 fn start(uri: &str, cache: &[File]) -> (Worker, Vec<UnixStream>) {
     let mut worker = Worker::launch();
+    let key = uri.split_once("key_file=").map(|(_, path)| (path, File::open(path).unwrap()));
     let start = Start {
         cache_files: cache.len(),
         cache_file_bytes: CACHE_FILE_BYTES,
+        credentials: key.iter().map(|(path, _)| (*path).to_owned()).collect(),
         ..start_message(uri)
     };
-    let descriptors: Vec<_> = cache.iter().map(AsFd::as_fd).collect();
+    let keys = key.iter().map(|(_, file)| file.as_fd());
+    let descriptors: Vec<_> = cache.iter().map(AsFd::as_fd).chain(keys).collect();
     worker.send_start_with(&start, &descriptors);
     let answer = worker.receive();
     assert!(matches!(answer, FromWorker::Ready(_)), "{answer:?}");

@@ -2,7 +2,7 @@
 //! call.
 //!
 //! A page fault waits for the disk if the page cache no longer has the page. mincore(2) does not help: its answer is that
-//! every page is there if the process may not write to the file by its path (`can_do_mincore` in mm/mincore.c). So a page is
+//! every page is there if the user of the process may not write to the file (`can_do_mincore` in mm/mincore.c). So a page is
 //! copied from the window only if a read with `RWF_NOWAIT` has proved in the last minute that the page cache has it.
 //! If a fault has read the disk nevertheless, all proofs end.
 //!
