@@ -327,7 +327,8 @@ pub trait ImageQueue {
     }
 
     /// Called after some requests were started, before the caller waits for anything. Appends the requests that have ended by
-    /// the call to `done`. A queue can so begin several requests together. It must begin all of them now.
+    /// the call to `done`. A queue can so begin several requests together. It must begin all of them now, so a queue that
+    /// holds back writes must also take back, in [`ImageQueue::abandon`], what it has not begun.
     fn end_batch(&mut self, ring: &mut Ring, done: &mut Vec<(RequestId, Outcome)>) {
         let _ = (ring, done);
     }

@@ -335,6 +335,8 @@ impl Connection {
     /// Parses and starts the requests that have arrived, as far as the bounds allow.
     fn parse(&mut self) {
         self.receiving.set_starved(false);
+        // What has ended is not counted as in flight below.
+        self.requests.end_batch(self.link.ring());
         // Not only after a wake-up: the change applies to every request that was sent after it.
         self.follow_fail_io();
         let size = self.image.size();

@@ -7,7 +7,7 @@
 //!
 //! Each process [remembers](known) the blocks of extents that were verified. It need not read the table of a set, nor the rest
 //! of an extent, for a part of it. Blocks that were read before are copied from a [window](cleat_sys::file_window) into the
-//! files, which takes a third of the time of a system call.
+//! files, which takes less than half of the time of a system call.
 //!
 //! Nothing is locked or synchronized, and nothing that a file says is trusted: the engine verifies what it gets from here.
 //! If two processes write to a set at the same time, one of the extents can be lost or have wrong bytes; it is read from

@@ -28,7 +28,8 @@ pub enum Step {
     Bytes,
 }
 
-/// A cache. Calls are made on the thread of the volume, so they must not block.
+/// A cache. Calls are made on the thread of the volume or of a connection, so they must not block. A cache in files can have to
+/// wait for a page that the kernel has taken since it was there.
 pub trait Cache: Send + Sync {
     /// Returns the bytes of an extent, if the cache has them.
     fn get(&self, key: Key) -> Pending<'_, Option<Vec<u8>>>;
@@ -45,8 +46,8 @@ pub trait Cache: Send + Sync {
         false
     }
 
-    /// Says that [`Cache::copy_verified`] will soon be called with these arguments, so that the processor's cache can load what
-    /// it needs. Several copies are prepared together: first `Step::Place` of all, then `Step::Bytes` of all.
+    /// Says that [`Cache::copy_verified`] will soon be called with these arguments, so that the processor can load what it
+    /// needs. Several copies are prepared together: first `Step::Place` of all, then `Step::Bytes` of all.
     fn prepare(&self, key: Key, skip: u32, step: Step) {
         let _ = (key, skip, step);
     }

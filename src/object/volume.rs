@@ -284,7 +284,7 @@ impl Volume {
     }
 
     /// Begins a read that needs no store and no disk, because the map, the tail and the cache have everything in memory.
-    /// Never waits. Returns `None` if something is missing or fails; [`Volume::read`] must be called then. Other reads may
+    /// Never waits for the store. Returns `None` if something is missing or fails; [`Volume::read`] must be called then. Other reads may
     /// begin before [`Volume::prepare`] is called for all of them, and then [`Volume::copy_at_once`]: so the processor loads
     /// what they need at the same time.
     pub fn look_up_at_once(&self, offset: u64, buffer: &mut [u8]) -> Option<Found> {
@@ -296,7 +296,7 @@ impl Volume {
         self.0.prepare(found);
     }
 
-    /// Ends the read, with the same buffer. Never waits. Returns false if [`Volume::read`] must be called.
+    /// Ends the read, with the same buffer. Never waits for the store. Returns false if [`Volume::read`] must be called.
     pub fn copy_at_once(&self, found: &Found, buffer: &mut [u8]) -> bool {
         self.0.copy_at_once(found, buffer)
     }

@@ -3,8 +3,8 @@
 //!
 //! A page fault waits for the disk if the page cache no longer has the page. mincore(2) does not help: its answer is that
 //! every page is there if the user of the process may not write to the file (`can_do_mincore` in mm/mincore.c). So a page is
-//! copied from the window only if a read with `RWF_NOWAIT` has proved in the last minute that the page cache has it.
-//! If a fault has read the disk nevertheless, all proofs end.
+//! copied from the window only if a write, or a read with `RWF_NOWAIT`, has proved in the last minute that the page cache has
+//! it. If a fault has read the disk nevertheless, all proofs end: after one copy that took long, or after a few others.
 //!
 //! A file may become shorter, and its disk may fail. The kernel then sends SIGBUS to the thread that copies, and the part
 //! reads as zeroes from then on. So a caller must know the right bytes, for example by their hash.
@@ -20,8 +20,9 @@ use std::time::Duration;
 
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use nix::sys::resource::{UsageWho, getrusage};
-use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
+use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, raise, sigaction};
 use nix::time::{ClockId, clock_gettime};
+use nix::unistd::{SysconfVar, sysconf};
 
 use crate::shared::foreign_copy;
 
@@ -43,14 +44,18 @@ const LINES: usize = 4;
 /// How long a proof is valid, in milliseconds.
 const PROOF_MS: u64 = 60_000;
 
+/// A copy that takes longer, in milliseconds, has waited for the disk. The clock may have steps of 10 ms.
+const SLOW_MS: u64 = 20;
+
 /// The copies of a thread between two looks at the number of its page faults that have read the disk.
 const COPIES: u32 = 16;
 
 /// In place of the number of a part: the place is not used again.
 const LOST: u64 = u64::MAX;
 
-/// The windows that a process may have.
-const MAX_WINDOWS: usize = 16;
+/// The windows that a process may have. A full one has up to 16,384 of the 65,530 mappings that Linux allows
+/// (vm.max_map_count).
+const MAX_WINDOWS: usize = 4;
 
 /// The first addresses of all windows of the process; 0 for none.
 static WINDOWS: [AtomicUsize; MAX_WINDOWS] = [const { AtomicUsize::new(0) }; MAX_WINDOWS];
@@ -94,8 +99,13 @@ impl FileWindow {
     /// Reserves the address space of a window, 4 GiB, and prepares the process for SIGBUS.
     ///
     /// # Errors
-    /// Returns `ENOMEM` if the address space is limited, and `ENOSPC` if the process has 16 windows.
+    /// Returns `Unsupported` if the pages of the kernel have another length than blocks: a proof is about a block, and a fault
+    /// about a page. Returns `ENOMEM` if the address space is limited, and `ENOSPC` if the process has four windows.
     pub fn new() -> io::Result<Self> {
+        let page = sysconf(SysconfVar::PAGE_SIZE).ok().flatten().map(usize::try_from);
+        if page != Some(Ok(BLOCK_BYTES)) {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
         let previous = || {
             let flags = SaFlags::SA_SIGINFO | SaFlags::SA_ONSTACK | SaFlags::SA_RESTART;
             let action = SigAction::new(SigHandler::SigAction(on_sigbus), flags, SigSet::empty());
@@ -135,9 +145,10 @@ impl FileWindow {
     pub fn copy(&self, part: u64, skip: u64, target: &mut [u8]) -> bool {
         let (index, place) = self.place(part);
         let Some((skip, blocks)) = blocks(skip, target.len()) else { return false };
+        let began_ms = now_ms();
         if place.part.load(Ordering::Acquire) != part + 1
             || !place.has(blocks)
-            || !self.is_valid(place)
+            || !self.is_valid(place, began_ms)
         {
             return false;
         }
@@ -147,7 +158,7 @@ impl FileWindow {
             let source = self.base.as_ptr().add(index * PART_BYTES + skip);
             foreign_copy(target.as_mut_ptr(), source, target.len());
         }
-        self.look_at_faults();
+        self.look_at_faults(began_ms);
         true
     }
 
@@ -161,19 +172,19 @@ impl FileWindow {
         let now_ms = now_ms();
         let holder = place.part.load(Ordering::Acquire);
         if holder != part + 1 {
-            // An age is at most the validity of a proof while the part is read.
-            let age_ms = now_ms.saturating_sub(place.since_ms.load(Ordering::Relaxed));
-            if holder != 0 && age_ms < 2 * PROOF_MS {
+            // While a part is read, the age of its proofs is at most their validity. So no thread copies from it now.
+            let since_ms = place.since_ms.load(Ordering::Relaxed);
+            if since_ms > 0 && now_ms.saturating_sub(since_ms) < 2 * PROOF_MS {
                 return;
             }
-            // A kernel before 6.12 may have removed the old mapping when it has no memory for the new one. Others may map something
-            // there then.
+            // The kernel may have removed the old mapping when it has no memory for the new one. Others may map something there
+            // then.
             place.part.store(LOST, Ordering::Release);
             if holder == LOST || self.map(index, file, at).is_err() {
                 return;
             }
         }
-        if holder != part + 1 || !self.is_valid(place) {
+        if holder != part + 1 || !self.is_valid(place, now_ms) {
             place.proofs.iter().for_each(|proofs| proofs.store(0, Ordering::Relaxed));
             place.since_ms.store(now_ms, Ordering::Relaxed);
             place.part.store(part + 1, Ordering::Release);
@@ -183,7 +194,8 @@ impl FileWindow {
         }
     }
 
-    /// Forgets the mapping of a part that had wrong bytes where the file has the right ones. The next proof maps it again.
+    /// Forgets the mapping of a part that had wrong bytes where the file has the right ones. It can be mapped again two minutes
+    /// after the first of its proofs.
     pub fn forget(&self, part: u64) {
         let (_, place) = self.place(part);
         let _ = place.part.compare_exchange(part + 1, 0, Ordering::AcqRel, Ordering::Acquire);
@@ -194,14 +206,18 @@ impl FileWindow {
         (index, &self.places[index])
     }
 
-    fn is_valid(&self, place: &Place) -> bool {
+    fn is_valid(&self, place: &Place, now_ms: u64) -> bool {
         let since_ms = place.since_ms.load(Ordering::Relaxed);
         since_ms > self.ended_ms.load(Ordering::Relaxed)
-            && now_ms().saturating_sub(since_ms) < PROOF_MS
+            && now_ms.saturating_sub(since_ms) < PROOF_MS
     }
 
-    /// Ends all proofs if a page fault of this thread has read the disk.
-    fn look_at_faults(&self) {
+    /// Ends all proofs if a page fault of this thread has read the disk. `began_ms` is when the last copy began.
+    fn look_at_faults(&self, began_ms: u64) {
+        let now_ms = now_ms();
+        if now_ms.saturating_sub(began_ms) > SLOW_MS {
+            self.ended_ms.store(now_ms, Ordering::Relaxed);
+        }
         let (copies, before) = FAULTS.get();
         if copies < COPIES && before < i64::MAX {
             return FAULTS.set((copies + 1, before));
@@ -209,7 +225,7 @@ impl FileWindow {
         let faults =
             getrusage(UsageWho::RUSAGE_THREAD).map_or(0, |usage| usage.major_page_faults());
         if faults > before {
-            self.ended_ms.store(now_ms(), Ordering::Relaxed);
+            self.ended_ms.store(now_ms, Ordering::Relaxed);
         }
         FAULTS.set((0, faults));
     }
@@ -257,9 +273,11 @@ impl Drop for FileWindow {
 /// Makes the part of a window at which a thread got SIGBUS read as zeroes. The access is repeated when this returns.
 extern "C" fn on_sigbus(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
     // SAFETY: with SA_SIGINFO, the kernel passes a valid pointer.
-    let address = unsafe { (*info).si_addr() } as usize;
+    let (code, address) = unsafe { ((*info).si_code, (*info).si_addr() as usize) };
     let is_in = |base: usize| base != 0 && (base..base + WINDOW_BYTES).contains(&address);
-    let window = WINDOWS.iter().map(|base| base.load(Ordering::Acquire)).find(|base| is_in(*base));
+    let mut windows = WINDOWS.iter().map(|base| base.load(Ordering::Acquire));
+    // The signals of kill(2) have no address.
+    let window = windows.find(|base| code > 0 && is_in(*base));
     let is_replaced = window.is_some_and(|base| {
         let part = base + (address - base) / PART_BYTES * PART_BYTES;
         let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
@@ -270,8 +288,12 @@ extern "C" fn on_sigbus(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc
     });
     if !is_replaced {
         let previous = PREVIOUS.get().copied().unwrap_or_else(default_action);
-        // SAFETY: the action was that of the process before. The access is repeated and gets SIGBUS again.
+        // SAFETY: the action was that of the process before.
         let _ = unsafe { sigaction(Signal::SIGBUS, &previous) };
+        // An access is repeated when this returns, and then gets the signal again.
+        if code <= 0 {
+            let _ = raise(Signal::SIGBUS);
+        }
     }
 }
 
@@ -289,11 +311,12 @@ fn blocks(skip: u64, length: usize) -> Option<(usize, [u64; 2])> {
     Some((skip, [half(bits), half(bits >> 64)]))
 }
 
-/// The time since the system started, with the resolution of the kernel's timer, in milliseconds.
+/// The time since two minutes before the system started, so that no proof is too old to have a time, in milliseconds. It has the
+/// resolution of the kernel's timer.
 fn now_ms() -> u64 {
     let now =
         clock_gettime(ClockId::CLOCK_MONOTONIC_COARSE).map(Duration::from).unwrap_or_default();
-    u64::try_from(now.as_millis()).unwrap_or(u64::MAX)
+    u64::try_from(now.as_millis()).unwrap_or(0).saturating_add(2 * PROOF_MS)
 }
 
 #[cfg(test)]
@@ -358,7 +381,7 @@ mod tests {
         assert_eq!(copied(&window, one, 4096, 1), None);
         assert_eq!(copied(&window, other, 0, 1), Some(vec![129]));
         place.part.store(LOST, Ordering::Relaxed);
-        place.since_ms.store(0, Ordering::Relaxed);
+        place.since_ms.fetch_sub(2 * PROOF_MS, Ordering::Relaxed);
         window.prove(other, &file, 0, 0, 4096);
         assert_eq!(copied(&window, other, 0, 1), None);
     }
@@ -377,7 +400,9 @@ mod tests {
         window.prove(0, &file, 0, 0, 4096);
         assert_eq!(copied(&window, 0, 0, 1), Some(vec![0]));
         window.forget(0);
-        assert_eq!(copied(&window, 0, 0, 1), None);
+        window.prove(0, &file, 0, 0, 8192);
+        assert_eq!(copied(&window, 0, 0, 1), None, "a thread may still copy from it");
+        window.place(0).1.since_ms.fetch_sub(2 * PROOF_MS, Ordering::Relaxed);
         window.prove(0, &file, 0, 0, 8192);
         assert_eq!(copied(&window, 0, 4096, 4096), Some(vec![7; 4096]));
     }

@@ -175,7 +175,9 @@ impl Shared {
         let with_key = |place: Place| {
             let access = self.access.of(place.entry.ancestor).ok()?;
             let key = self.access.stored(&place.entry).key(access.cached_volume());
-            access.prepare(key, place.entry.skip, Step::Place);
+            if access.packing.is_plain() {
+                access.prepare(key, place.entry.skip, Step::Place);
+            }
             Some((place, key))
         };
         let places: Option<Vec<_>> = places.into_iter().map(with_key).collect();
@@ -184,8 +186,10 @@ impl Shared {
 
     /// Continues to prepare the copies, after all reads of a group were looked up.
     pub(super) fn prepare(&self, found: &Found) {
-        for (place, key) in &found.places {
-            self.access.prepare(*key, place.entry.skip, Step::Bytes);
+        if self.access.packing.is_plain() {
+            let places = found.places.iter();
+            places
+                .for_each(|(place, key)| self.access.prepare(*key, place.entry.skip, Step::Bytes));
         }
     }
 
