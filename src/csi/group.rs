@@ -139,13 +139,15 @@ impl Change {
                     Err(error) => tracing::warn!(%path, "{}", error.report()),
                 }
             }
-            result
+            // The change ends when its thread is no longer counted: the next change would be refused otherwise.
+            Ok((self, result))
         };
         match bounded("change the group of the files of", &root, deadline, work).await {
+            Ok((_change, result)) => result,
             Err(error) if error.kind() == ErrorKind::TimedOut && changes().contains_key(&root) => {
                 Err(late(&root))
             }
-            ended => ended,
+            Err(error) => Err(error),
         }
     }
 
