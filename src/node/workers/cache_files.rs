@@ -383,9 +383,13 @@ mod tests {
         let names = || (0..MAX_STUCK + 4).map(|number| format!("a{number}"));
         names().for_each(|name| drop(some.open(&name, &CacheUse::Own)));
         let held = some.caches.trash.lock().unwrap();
-        for name in names() {
+        for (number, name) in names().enumerate() {
             some.caches.ended().push(name);
             assert!(some.within(Duration::from_millis(1), Caches::remove_ended).is_none());
+            // A thread that begins late would also take the names of the next ones, which would then not hang.
+            while number < MAX_STUCK && !some.caches.ended().is_empty() {
+                thread::yield_now();
+            }
         }
         assert_eq!(some.stuck.load(Ordering::Relaxed), MAX_STUCK);
         assert_eq!(some.open("a", &CacheUse::Own).files.len(), 0);
