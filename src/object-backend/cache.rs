@@ -59,7 +59,7 @@ struct Files {
     /// The sets of each file; not 0.
     sets: u64,
     known: Known,
-    /// `None` if the process can have no more of them.
+    /// `None` if the kernel has longer pages, or if the process can have no more windows.
     window: Option<FileWindow>,
     queued_bytes: AtomicUsize,
 }
@@ -101,7 +101,9 @@ impl FileCache {
         let sets = (cache.file_bytes / SET_BYTES).max(1);
         let [seed, _] = words(&nonce::random()?);
         let (known, queued_bytes) = (Known::new(seed)?, AtomicUsize::new(0));
-        let window = FileWindow::new().ok();
+        let window = FileWindow::new()
+            .inspect_err(|error| tracing::info!("the cache is read with system calls: {error}"))
+            .ok();
         let files = Arc::new(Files { files, sets, known, window, queued_bytes });
         let pool = Pool::start("cache", READERS, 1)
             .map_err(|error| Error::from_io("cannot start the threads of the cache", error))?;
@@ -291,10 +293,9 @@ impl Files {
         file.write_all_at(&slot.entry.encode(), begin + slot.entry_at)?;
         self.known.add(hash, place, bytes);
         // What was written is in the page cache.
-        let window = self.window.as_ref();
-        window.inspect(|window| {
+        if let Some(window) = &self.window {
             window.prove(number, file, begin, slot.entry.at(), bytes.len());
-        });
+        }
         Ok(())
     }
 

@@ -162,9 +162,9 @@ impl FileWindow {
         true
     }
 
-    /// Records that the page cache has `length` bytes of a part from `skip` on, because it was just written, or a read with
-    /// `RWF_NOWAIT` returned it.
-    /// Maps the part, which begins at byte `at` of the file, if its place is free or was not used for a minute.
+    /// Records that the page cache has `length` bytes of a part from `skip` on, because they were just written, or a read
+    /// with `RWF_NOWAIT` returned them. Maps the part, which begins at byte `at` of the file, if its place is free, or if the proofs
+    /// of the part there are at least two minutes old.
     pub fn prove(&self, part: u64, file: impl AsFd, at: u64, skip: u64, length: usize) {
         let (index, place) = self.place(part);
         let Some((_, blocks)) = blocks(skip, length) else { return };
