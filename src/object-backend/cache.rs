@@ -240,17 +240,13 @@ impl Files {
     ) -> bool {
         let Set { file, begin, number } = *set;
         let window = self.window.as_ref();
-        let is_copied = window.is_some_and(|window| window.copy(number, at, bytes));
-        if is_copied && is_right(bytes) {
-            return true;
+        if window.is_some_and(|window| window.copy(number, at, bytes)) {
+            return is_right(bytes);
         }
         if read_now(file, bytes, begin + at) != Ok(bytes.len()) || !is_right(bytes) {
             return false;
         }
         if let Some(window) = window {
-            if is_copied {
-                window.forget(number);
-            }
             window.prove(number, file, begin, at, bytes.len());
         }
         true

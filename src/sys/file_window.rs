@@ -3,18 +3,20 @@
 //!
 //! A page fault waits for the disk if the page cache no longer has the page. mincore(2) does not help: its answer is that
 //! every page is there if the user of the process may not write to the file (`can_do_mincore` in mm/mincore.c). So a page is
-//! copied from the window only if a write, or a read with `RWF_NOWAIT`, has proved in the last minute that the page cache has
-//! it. If a fault has read the disk nevertheless, all proofs end: after one copy that took long, or after a few others.
+//! copied from the window only if it was proved in the last minute that the page cache has it: by a write or a read of the page,
+//! or because the page cache had all pages of the part. If a fault has read the disk nevertheless, all proofs end, after one copy
+//! that took long, or after a few others; and for a second there are no new ones.
 //!
-//! A file may become shorter, and its disk may fail. The kernel then sends SIGBUS to the thread that copies, and the part
-//! reads as zeroes from then on. So a caller must know the right bytes, for example by their hash.
+//! A file may become shorter, and its disk may fail. The kernel then sends SIGBUS to the thread that copies. The handler puts
+//! zeroes in place of the part, so that the copy ends, and forgets the part before, so that the copy counts as failed. But what
+//! a page has behind the end of the file reads as zeroes without a signal: the caller compares with the length of the file.
 
 use std::cell::Cell;
 use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::AsFd;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
@@ -24,18 +26,23 @@ use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, raise, si
 use nix::time::{ClockId, clock_gettime};
 use nix::unistd::{SysconfVar, sysconf};
 
+use crate::page_cache::cached_pages;
 use crate::shared::foreign_copy;
+use crate::words::Words;
 
 /// The length of a part in bytes.
 pub const PART_BYTES: usize = 512 << 10;
 
-/// The parts that are mapped at the same time. The page tables of all of them take 8 MiB.
-const PARTS: usize = 8192;
+/// The parts that are mapped at the same time. The page tables of all of them take 16 MiB.
+const PARTS: usize = 16 << 10;
 
 const WINDOW_BYTES: usize = PARTS * PART_BYTES;
 
 /// What a proof is about, in bytes. Pages of the kernel are not shorter.
 const BLOCK_BYTES: usize = 4096;
+
+/// The blocks of a part.
+const PART_BLOCKS: u64 = (PART_BYTES / BLOCK_BYTES) as u64;
 
 /// The length of a line of the processor's cache, and how many are loaded ahead. The processor then loads the next ones itself.
 const LINE_BYTES: usize = 64;
@@ -43,6 +50,10 @@ const LINES: usize = 4;
 
 /// How long a proof is valid, in milliseconds.
 const PROOF_MS: u64 = 60_000;
+
+/// The time without new proofs after all have ended, in milliseconds. A volume that is larger than the memory would have faults
+/// all the time otherwise.
+const PAUSE_MS: u64 = 1_000;
 
 /// A copy that takes longer, in milliseconds, has waited for the disk. The clock may have steps of 10 ms.
 const SLOW_MS: u64 = 20;
@@ -57,8 +68,18 @@ const LOST: u64 = u64::MAX;
 /// (vm.max_map_count).
 const MAX_WINDOWS: usize = 4;
 
-/// The first addresses of all windows of the process; 0 for none.
-static WINDOWS: [AtomicUsize; MAX_WINDOWS] = [const { AtomicUsize::new(0) }; MAX_WINDOWS];
+/// The windows of the process.
+static WINDOWS: [Registered; MAX_WINDOWS] = [const { Registered::none() }; MAX_WINDOWS];
+
+/// What the handler of SIGBUS knows of a window.
+struct Registered {
+    /// The first address; 0 if there is no window.
+    base: AtomicUsize,
+    places: AtomicPtr<Place>,
+}
+
+/// How often a part has been replaced by zeroes.
+static REPLACED: AtomicU64 = AtomicU64::new(0);
 
 /// What SIGBUS did before there was a window.
 static PREVIOUS: OnceLock<SigAction> = OnceLock::new();
@@ -72,15 +93,17 @@ thread_local! {
 #[derive(Debug)]
 pub struct FileWindow {
     base: NonNull<u8>,
-    places: Vec<Place>,
+    /// A [`Place`] for each part. They take memory from their first use on.
+    places: Words,
     /// Held while a place changes.
     change: Mutex<()>,
     /// Proofs up to this time have ended.
     ended_ms: AtomicU64,
 }
 
-/// A place for a part, with the proofs for its blocks.
-#[derive(Debug, Default)]
+/// A place for a part, with the proofs for its blocks. It consists of words.
+#[derive(Debug)]
+#[repr(C)]
 struct Place {
     /// The number of the part, plus 1; 0 if no part is mapped here.
     part: AtomicU64,
@@ -96,7 +119,7 @@ unsafe impl Send for FileWindow {}
 unsafe impl Sync for FileWindow {}
 
 impl FileWindow {
-    /// Reserves the address space of a window, 4 GiB, and prepares the process for SIGBUS.
+    /// Reserves the address space of a window, 8 GiB, and prepares the process for SIGBUS.
     ///
     /// # Errors
     /// Returns `Unsupported` if the pages of the kernel have another length than blocks: a proof is about a block, and a fault
@@ -118,16 +141,22 @@ impl FileWindow {
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
         // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
         let base = unsafe { mmap_anonymous(None, length, ProtFlags::PROT_NONE, flags) }?.cast();
-        let places = (0..PARTS).map(|_| Place::default()).collect();
+        let places = Words::new(PARTS * size_of::<Place>() / size_of::<AtomicU64>())?;
         let window = Self { base, places, change: Mutex::new(()), ended_ms: AtomicU64::new(0) };
-        let address = base.as_ptr() as usize;
-        let is_free = |entry: &&AtomicUsize| {
-            entry.compare_exchange(0, address, Ordering::AcqRel, Ordering::Acquire).is_ok()
-        };
-        match WINDOWS.iter().find(is_free) {
-            Some(_) => Ok(window),
-            None => Err(io::Error::from_raw_os_error(libc::ENOSPC)),
+        match WINDOWS.iter().any(|entry| entry.take(&window)) {
+            true => Ok(window),
+            false => Err(io::Error::from_raw_os_error(libc::ENOSPC)),
         }
+    }
+
+    /// Whether there is a valid proof for `length` bytes of a part from `skip` on.
+    pub fn has(&self, part: u64, skip: u64, length: usize) -> bool {
+        let place = self.place(part).1;
+        blocks(skip, length).is_some_and(|(_, blocks)| {
+            place.part.load(Ordering::Acquire) == part + 1
+                && place.has(blocks)
+                && self.is_valid(place, now_ms())
+        })
     }
 
     /// Has the processor load the first bytes of a part from `skip` on into its cache, and where their page is.
@@ -141,11 +170,12 @@ impl FileWindow {
     }
 
     /// Copies the bytes of a part from `skip` on to `target`, if there is a valid proof that the page cache has them.
-    /// Returns false otherwise. The bytes may be wrong.
+    /// Returns false otherwise; `target` may have changed then.
     pub fn copy(&self, part: u64, skip: u64, target: &mut [u8]) -> bool {
         let (index, place) = self.place(part);
         let Some((skip, blocks)) = blocks(skip, target.len()) else { return false };
         let began_ms = now_ms();
+        let replaced = REPLACED.load(Ordering::Acquire);
         if place.part.load(Ordering::Acquire) != part + 1
             || !place.has(blocks)
             || !self.is_valid(place, began_ms)
@@ -159,17 +189,23 @@ impl FileWindow {
             foreign_copy(target.as_mut_ptr(), source, target.len());
         }
         self.look_at_faults(began_ms);
-        true
+        // The bytes were read before it is asked whether they were those of the part.
+        fence(Ordering::Acquire);
+        place.part.load(Ordering::Acquire) == part + 1
+            && REPLACED.load(Ordering::Acquire) == replaced
     }
 
-    /// Records that the page cache has `length` bytes of a part from `skip` on, because they were just written, or a read
-    /// with `RWF_NOWAIT` returned them. Maps the part, which begins at byte `at` of the file, if its place is free, or if the proofs
+    /// Records that the page cache has `length` bytes of a part from `skip` on, because they were just written or read. If the
+    /// page cache has all of the part, this proves all of it. Maps the part, which begins at byte `at` of the file, if its place is free, or if the proofs
     /// of the part there are at least two minutes old.
     pub fn prove(&self, part: u64, file: impl AsFd, at: u64, skip: u64, length: usize) {
         let (index, place) = self.place(part);
         let Some((_, blocks)) = blocks(skip, length) else { return };
         let Ok(_guard) = self.change.try_lock() else { return };
         let now_ms = now_ms();
+        if now_ms < self.ended_ms.load(Ordering::Relaxed) + PAUSE_MS {
+            return;
+        }
         let holder = place.part.load(Ordering::Acquire);
         if holder != part + 1 {
             // While a part is read, the age of its proofs is at most their validity. So no thread copies from it now.
@@ -180,7 +216,7 @@ impl FileWindow {
             // The kernel may have removed the old mapping when it has no memory for the new one. Others may map something there
             // then.
             place.part.store(LOST, Ordering::Release);
-            if holder == LOST || self.map(index, file, at).is_err() {
+            if holder == LOST || self.map(index, &file, at).is_err() {
                 return;
             }
         }
@@ -189,21 +225,26 @@ impl FileWindow {
             place.since_ms.store(now_ms, Ordering::Relaxed);
             place.part.store(part + 1, Ordering::Release);
         }
-        for (proofs, blocks) in place.proofs.iter().zip(blocks) {
-            proofs.fetch_or(blocks, Ordering::Relaxed);
+        let before = place.count();
+        place.add(blocks);
+        // Rarely, because a part may never be there as a whole.
+        let count = place.count();
+        let has_all = || cached_pages(&file, at, PART_BYTES as u64) == Some(PART_BLOCKS);
+        if count > before && count.is_power_of_two() && has_all() {
+            self.populate(index);
+            place.add([u64::MAX; 2]);
         }
-    }
-
-    /// Forgets the mapping of a part that had wrong bytes where the file has the right ones. It can be mapped again two minutes
-    /// after the first of its proofs.
-    pub fn forget(&self, part: u64) {
-        let (_, place) = self.place(part);
-        let _ = place.part.compare_exchange(part + 1, 0, Ordering::AcqRel, Ordering::Acquire);
     }
 
     fn place(&self, part: u64) -> (usize, &Place) {
         let index = usize::try_from(part % PARTS as u64).unwrap_or(0);
-        (index, &self.places[index])
+        (index, &self.places()[index])
+    }
+
+    fn places(&self) -> &[Place] {
+        let words = self.places.get();
+        // SAFETY: a place consists of words, for which any content is valid, and there are enough for `PARTS` places.
+        unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), PARTS) }
     }
 
     fn is_valid(&self, place: &Place, now_ms: u64) -> bool {
@@ -230,6 +271,15 @@ impl FileWindow {
         FAULTS.set((0, faults));
     }
 
+    /// Has the kernel enter the pages of a part in the page tables, all of which the page cache has.
+    fn populate(&self, index: usize) {
+        // SAFETY: the part is in the mapping of the window. The advice changes no content.
+        unsafe {
+            let part = self.base.add(index * PART_BYTES).cast();
+            let _ = madvise(part, PART_BYTES, MmapAdvise::MADV_POPULATE_READ);
+        }
+    }
+
     fn map(&self, index: usize, file: impl AsFd, at: u64) -> io::Result<()> {
         let length = NonZeroUsize::new(PART_BYTES).expect("a part is not empty");
         let at = libc::off_t::try_from(at).map_err(|_| io::ErrorKind::InvalidInput)?;
@@ -248,6 +298,18 @@ impl FileWindow {
 }
 
 impl Place {
+    /// Adds proofs.
+    fn add(&self, blocks: [u64; 2]) {
+        for (proofs, blocks) in self.proofs.iter().zip(blocks) {
+            proofs.fetch_or(blocks, Ordering::Relaxed);
+        }
+    }
+
+    /// The number of proofs.
+    fn count(&self) -> u32 {
+        self.proofs.iter().map(|proofs| proofs.load(Ordering::Relaxed).count_ones()).sum()
+    }
+
     fn has(&self, blocks: [u64; 2]) -> bool {
         let has =
             |(proofs, blocks): (&AtomicU64, u64)| proofs.load(Ordering::Relaxed) & blocks == blocks;
@@ -257,11 +319,8 @@ impl Place {
 
 impl Drop for FileWindow {
     fn drop(&mut self) {
-        let address = self.base.as_ptr() as usize;
-        for entry in &WINDOWS {
-            let _ = entry.compare_exchange(address, 0, Ordering::AcqRel, Ordering::Acquire);
-        }
-        if self.places.iter().any(|place| place.part.load(Ordering::Acquire) == LOST) {
+        WINDOWS.iter().for_each(|entry| entry.release(self));
+        if self.places().iter().any(|place| place.part.load(Ordering::Acquire) == LOST) {
             return;
         }
         // SAFETY: mapped in `new` with this length, and no copy from it is in progress.
@@ -270,22 +329,54 @@ impl Drop for FileWindow {
     }
 }
 
-/// Makes the part of a window at which a thread got SIGBUS read as zeroes. The access is repeated when this returns.
+impl Registered {
+    const fn none() -> Self {
+        Self { base: AtomicUsize::new(0), places: AtomicPtr::new(std::ptr::null_mut()) }
+    }
+
+    /// Registers a window, unless there is another one here. Nothing is read from it yet.
+    fn take(&self, window: &FileWindow) -> bool {
+        let base = window.base.as_ptr() as usize;
+        let is_free =
+            self.base.compare_exchange(0, base, Ordering::AcqRel, Ordering::Acquire).is_ok();
+        if is_free {
+            self.places.store(window.places().as_ptr().cast_mut(), Ordering::Release);
+        }
+        is_free
+    }
+
+    /// Ends the registration of a window from which nothing is read any more.
+    fn release(&self, window: &FileWindow) {
+        let base = window.base.as_ptr() as usize;
+        let _ = self.base.compare_exchange(base, 0, Ordering::AcqRel, Ordering::Acquire);
+    }
+
+    /// Puts zeroes in place of the part at an address, if it is in this window. Returns whether it has done so.
+    fn replace(&self, address: usize) -> bool {
+        let base = self.base.load(Ordering::Acquire);
+        if base == 0 || !(base..base + WINDOW_BYTES).contains(&address) {
+            return false;
+        }
+        let index = (address - base) / PART_BYTES;
+        // SAFETY: a thread is copying from the window, so its places exist. The index is below `PARTS`.
+        let place = unsafe { &*self.places.load(Ordering::Acquire).add(index) };
+        // Before the zeroes are there, so that each copy of them counts as failed.
+        place.part.store(0, Ordering::SeqCst);
+        REPLACED.fetch_add(1, Ordering::SeqCst);
+        let part = (base + index * PART_BYTES) as *mut libc::c_void;
+        let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: the range is in the mapping of the window.
+        let mapped = unsafe { libc::mmap(part, PART_BYTES, libc::PROT_READ, flags, -1, 0) };
+        mapped != libc::MAP_FAILED
+    }
+}
+
+/// Lets a copy from a window end that got SIGBUS. The access is repeated when this returns.
 extern "C" fn on_sigbus(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
     // SAFETY: with SA_SIGINFO, the kernel passes a valid pointer.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr() as usize) };
-    let is_in = |base: usize| base != 0 && (base..base + WINDOW_BYTES).contains(&address);
-    let mut windows = WINDOWS.iter().map(|base| base.load(Ordering::Acquire));
     // The signals of kill(2) have no address.
-    let window = windows.find(|base| code > 0 && is_in(*base));
-    let is_replaced = window.is_some_and(|base| {
-        let part = base + (address - base) / PART_BYTES * PART_BYTES;
-        let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: the range is in the mapping of a window, from which a thread is copying.
-        let mapped =
-            unsafe { libc::mmap(part as *mut _, PART_BYTES, libc::PROT_READ, flags, -1, 0) };
-        mapped != libc::MAP_FAILED
-    });
+    let is_replaced = code > 0 && WINDOWS.iter().any(|window| window.replace(address));
     if !is_replaced {
         let previous = PREVIOUS.get().copied().unwrap_or_else(default_action);
         // SAFETY: the action was that of the process before.
@@ -328,14 +419,20 @@ mod tests {
 
     use super::*;
 
-    /// A file of two parts on the disk of the test, with other bytes in each block.
+    const LAST: u64 = (PART_BYTES - BLOCK_BYTES) as u64;
+
+    /// A file of two parts on the disk of the test, with other bytes in each block. The last block of each part is a hole, so
+    /// the page cache does not have it.
     fn file() -> File {
         let executable = std::env::current_exe().unwrap();
         let file = tempfile::tempfile_in(executable.parent().unwrap()).unwrap();
-        let blocks = 2 * PART_BYTES / BLOCK_BYTES;
-        let bytes: Vec<u8> =
-            (1..=blocks).flat_map(|block| [block.to_le_bytes()[0]; BLOCK_BYTES]).collect();
-        file.write_all_at(&bytes, 0).unwrap();
+        let blocks = PART_BYTES / BLOCK_BYTES;
+        for part in 0..2 {
+            let numbers = (1..blocks).map(|block| (block + part * blocks).to_le_bytes()[0]);
+            let bytes: Vec<u8> = numbers.flat_map(|number| [number; BLOCK_BYTES]).collect();
+            file.write_all_at(&bytes, (part * PART_BYTES) as u64).unwrap();
+        }
+        file.set_len(2 * PART_BYTES as u64).unwrap();
         file.sync_all().unwrap();
         file
     }
@@ -357,10 +454,26 @@ mod tests {
         for (skip, length) in not_proved {
             assert_eq!(copied(&window, 5, skip, length), None, "{skip} {length}");
         }
-        window.prove(5, &file, PART_BYTES as u64, 0, PART_BYTES);
-        assert_eq!(copied(&window, 5, PART_BYTES as u64 - 1, 1), Some(vec![0]));
+        window.prove(5, &file, PART_BYTES as u64, 0, 1);
         file.write_all_at(&[9; 4096], PART_BYTES as u64).unwrap();
         assert_eq!(copied(&window, 5, 0, 1), Some(vec![9]), "a write to the file is seen");
+    }
+
+    #[test]
+    fn a_part_is_proved_as_a_whole_if_the_page_cache_has_all_of_it() {
+        let (window, file) = (FileWindow::new().unwrap(), file());
+        if cached_pages(&file, 0, 1).is_none() {
+            return;
+        }
+        window.prove(0, &file, 0, 0, 4096);
+        assert!(!window.has(0, 4096, 1), "its last block is not there");
+        file.write_all_at(&[8; BLOCK_BYTES], LAST).unwrap();
+        window.prove(0, &file, 0, 0, 4096);
+        assert!(!window.has(0, 4096, 1), "a proof that was there before is no reason to ask");
+        window.prove(0, &file, 0, 4096, 4096);
+        assert!(window.has(0, 0, PART_BYTES));
+        assert_eq!(copied(&window, 0, LAST, BLOCK_BYTES), Some(vec![8; BLOCK_BYTES]));
+        assert!(!window.has(1, 0, 1), "another part");
     }
 
     #[test]
@@ -387,24 +500,44 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_becomes_shorter_reads_as_zeroes_until_the_part_is_mapped_again() {
+    fn a_copy_from_a_file_that_became_shorter_fails() {
         let (window, file) = (FileWindow::new().unwrap(), file());
         window.prove(0, &file, 0, 0, PART_BYTES);
         assert_eq!(copied(&window, 0, 4096, 1), Some(vec![2]));
         file.set_len(4096).unwrap();
         assert_eq!(copied(&window, 0, 0, 1), Some(vec![1]));
-        assert_eq!(copied(&window, 0, 4096, 8192), Some(vec![0; 8192]), "no signal ends the test");
+        assert_eq!(copied(&window, 0, 4096, 8192), None, "no signal ends the test");
+        assert!(!window.has(0, 0, 1), "the part is forgotten");
         file.write_all_at(&[7; 8192], 0).unwrap();
-        assert_eq!(copied(&window, 0, 0, 1), Some(vec![0]));
-        window.forget(1);
-        window.prove(0, &file, 0, 0, 4096);
-        assert_eq!(copied(&window, 0, 0, 1), Some(vec![0]));
-        window.forget(0);
         window.prove(0, &file, 0, 0, 8192);
         assert_eq!(copied(&window, 0, 0, 1), None, "a thread may still copy from it");
         window.place(0).1.since_ms.fetch_sub(2 * PROOF_MS, Ordering::Relaxed);
         window.prove(0, &file, 0, 0, 8192);
         assert_eq!(copied(&window, 0, 4096, 4096), Some(vec![7; 4096]));
+    }
+
+    /// Each copy of another thread fails as well, or has the bytes of the file.
+    #[test]
+    fn no_thread_copies_zeroes_of_a_file_that_becomes_shorter() {
+        for _ in 0..50 {
+            let (window, file) = (FileWindow::new().unwrap(), file());
+            window.prove(0, &file, 0, 0, PART_BYTES);
+            std::thread::scope(|scope| {
+                for thread in 0..3_usize {
+                    let window = &window;
+                    scope.spawn(move || {
+                        for number in 0..2000 {
+                            let block = (number + thread * 40) % 120;
+                            let bytes =
+                                copied(window, 0, (block * BLOCK_BYTES) as u64, BLOCK_BYTES);
+                            let right = u8::try_from(block + 1).unwrap();
+                            assert!(bytes.is_none_or(|bytes| bytes == [right; BLOCK_BYTES]));
+                        }
+                    });
+                }
+                file.set_len(0).unwrap();
+            });
+        }
     }
 
     #[test]
@@ -417,13 +550,11 @@ mod tests {
         fadvise(&other, 0, None, Advice::DontNeed).unwrap();
         assert_eq!(copied(&window, 0, 0, 1), Some(vec![1]));
         assert!(!copies(COPIES + 1));
-        // A proof of the same millisecond has ended as well.
-        let ended_ms = now_ms();
-        while now_ms() == ended_ms {
-            std::thread::yield_now();
-        }
+        window.prove(1, &file, 0, 0, 4096);
+        assert!(!copies(1), "it is too early for proofs");
+        assert_eq!(copied(&window, 0, 0, 1), None);
+        window.ended_ms.fetch_sub(PAUSE_MS, Ordering::Relaxed);
         window.prove(1, &file, 0, 0, 4096);
         assert!(copies(COPIES + 1));
-        assert_eq!(copied(&window, 0, 0, 1), None);
     }
 }

@@ -14,6 +14,7 @@ pub mod file_window;
 pub mod host;
 pub mod memory_limit;
 pub mod memory_lock;
+pub mod page_cache;
 pub mod page_pipe;
 pub mod process;
 pub mod ring;

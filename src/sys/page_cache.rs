@@ -1,0 +1,60 @@
+//! What the page cache has of a file.
+
+use std::os::fd::{AsFd, AsRawFd};
+
+/// The number of cachestat(2) on x86_64 and aarch64, which the C library does not know yet.
+pub const SYS_CACHESTAT: libc::c_long = 451;
+
+/// `struct cachestat_range` of <linux/mman.h>.
+#[repr(C)]
+struct Range {
+    offset: u64,
+    length: u64,
+}
+
+/// `struct cachestat` of <linux/mman.h>.
+#[derive(Default)]
+#[repr(C)]
+struct Counts {
+    cached: u64,
+    dirty: u64,
+    writeback: u64,
+    evicted: u64,
+    recently_evicted: u64,
+}
+
+/// Returns how many pages of a range of a file are in the page cache. `None` before Linux 6.5, and if neither the file is open for
+/// writing nor the process may write to it.
+pub(crate) fn cached_pages(file: impl AsFd, offset: u64, length: u64) -> Option<u64> {
+    let range = Range { offset, length };
+    let mut counts = Counts::default();
+    let flags = 0;
+    // SAFETY: the kernel reads the range and writes the counts, which have the types that it expects.
+    let result = unsafe {
+        libc::syscall(
+            SYS_CACHESTAT,
+            file.as_fd().as_raw_fd(),
+            &raw const range,
+            &raw mut counts,
+            flags,
+        )
+    };
+    (result == 0).then_some(counts.cached)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn written_pages_are_counted_and_holes_are_not() {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&[1; 3 * 4096]).unwrap();
+        file.set_len(1 << 20).unwrap();
+        let Some(pages) = cached_pages(&file, 0, 1 << 20) else { return };
+        assert_eq!(pages, 3);
+        assert_eq!(cached_pages(&file, 4096, 4096), Some(1));
+    }
+}
