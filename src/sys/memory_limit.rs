@@ -30,6 +30,21 @@ pub fn limit_data_softly(bytes: u64) -> io::Result<()> {
     Ok(setrlimit(Resource::RLIMIT_DATA, bytes.min(soft), hard)?)
 }
 
+/// Has the kernel use huge pages only where this process requests them with madvise(2), and before Linux 6.18 nowhere. Child
+/// processes inherit this. If the kernel refuses, nothing changes.
+pub fn use_huge_pages_on_request() {
+    // PR_THP_DISABLE_EXCEPT_ADVISED of <linux/prctl.h>.
+    let except_advised: libc::c_ulong = 1 << 1;
+    let on: libc::c_ulong = 1;
+    let unused: libc::c_ulong = 0;
+    // SAFETY: the call takes numbers and changes only where the kernel uses huge pages.
+    let result =
+        unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, on, except_advised, unused, unused) };
+    if result != 0 {
+        let _ = nix::sys::prctl::set_thp_disable(true);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::process::Command;

@@ -7,8 +7,9 @@ use std::sync::atomic::AtomicU64;
 
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
 
-/// The table. It takes memory from its first use on, in pages of 2 MiB where the kernel has them: places of such a table are
-/// looked up at random, and with pages of 4 KiB, the processor would look for the page each time, too.
+/// The table. It takes memory from its first use on, in pages of 2 MiB where the kernel has them (in cleat since Linux 6.18, see
+/// `memory_limit::use_huge_pages_on_request`): places of such a table are looked up at random, and with pages of 4 KiB, the
+/// processor would look for the page each time, too.
 #[derive(Debug)]
 pub struct Words {
     base: NonNull<u8>,
