@@ -25,17 +25,18 @@ pub(crate) struct ObjectQueue {
     pub(crate) shared: Arc<Shared>,
     pub(crate) store: Arc<Watched>,
     pub(crate) completer: Completer,
-    /// The reads of this batch that need nothing but the cache.
+    /// The short reads of this batch.
     pub(crate) reads: Vec<Read>,
 }
 
-/// A read that was looked up.
+/// A read that begins at the end of its batch.
 pub(crate) struct Read {
     id: RequestId,
     request: Request,
     buffer: Buffer,
     volume: Volume,
-    found: Found,
+    /// Where its data is, if it needs nothing but the cache.
+    found: Option<Found>,
 }
 
 impl ImageQueue for ObjectQueue {
@@ -60,25 +61,30 @@ impl ImageQueue for ObjectQueue {
             return ended(Err(IoError::Shutdown), buffer);
         };
         match buffer {
-            Some(mut buffer) if request.op == Op::Read && is_short(&request) => {
-                match volume.look_up_at_once(request.offset, buffer.payload_mut()) {
-                    Some(found) => {
-                        self.reads.push(Read { id, request, buffer, volume, found });
-                        Started::Pending
-                    }
-                    None => self.begin(id, request, Some(buffer), volume),
-                }
+            Some(buffer) if request.op == Op::Read && is_short(&request) => {
+                self.reads.push(Read { id, request, buffer, volume, found: None });
+                Started::Pending
             }
             buffer => self.begin(id, request, buffer, volume),
         }
     }
 
-    /// Copies the data of all reads of the batch: what they need from the memory is loaded at the same time.
+    /// Begins all reads of the batch, step by step: what they need from the memory is loaded at the same time.
     fn end_batch(&mut self, _: &mut Ring, done: &mut Vec<(RequestId, Outcome)>) {
         let mut reads = std::mem::take(&mut self.reads);
-        reads.iter().for_each(|read| read.volume.prepare(&read.found));
+        if let [first, _, ..] = reads.as_slice() {
+            first.volume.load_entries(reads.iter().map(|read| read.request.offset));
+        }
+        for Read { request, buffer, volume, found, .. } in &mut reads {
+            *found = volume.look_up_at_once(request.offset, buffer.payload_mut());
+        }
+        for Read { volume, found, .. } in &reads {
+            found.iter().for_each(|found| volume.prepare(found));
+        }
         for Read { id, request, mut buffer, volume, found } in reads.drain(..) {
-            let started = match volume.copy_at_once(&found, buffer.payload_mut()) {
+            let is_copied =
+                found.is_some_and(|found| volume.copy_at_once(&found, buffer.payload_mut()));
+            let started = match is_copied {
                 true => Started::Done(Outcome { result: Ok(()), buffer: Some(buffer) }),
                 false => self.begin(id, request, Some(buffer), volume),
             };

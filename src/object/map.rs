@@ -147,6 +147,13 @@ impl Page {
         })
     }
 
+    /// Reads what a lookup of `start` most probably needs. Returns something that depends on it, so that the processor loads it.
+    pub fn load_entries(&self, start: u32) -> u32 {
+        let guess = self.guess(start);
+        let length = |index: usize| self.entries.get(index).map_or(0, |entry| entry.length);
+        length(guess) ^ length(guess.wrapping_sub(1))
+    }
+
     fn replace(&mut self, with: Range<u32>, entry: Option<Entry>, mut freed: impl FnMut(Freed)) {
         if with.is_empty() {
             return;

@@ -283,6 +283,11 @@ impl Volume {
         self.0.read(offset, buffer).await
     }
 
+    /// Has the processor load what the lookups of reads at these offsets need from the memory, at the same time.
+    pub fn load_entries(&self, offsets: impl Iterator<Item = u64>) {
+        self.0.load_entries(offsets);
+    }
+
     /// Begins a read that needs no store and no disk, because the map, the tail and the cache have everything in memory.
     /// Never waits for the store. Returns `None` if something is missing or fails; [`Volume::read`] must be called then. Other reads may
     /// begin before [`Volume::prepare`] is called for all of them, and then [`Volume::copy_at_once`]: so the processor loads

@@ -154,6 +154,18 @@ impl Shared {
         Ok(entries)
     }
 
+    /// Reads what the lookups of these offsets most probably need of the map. Nothing in the loop waits for what was read, so the
+    /// processor loads it for many offsets at the same time.
+    pub(super) fn load_entries(&self, offsets: impl Iterator<Item = u64>) {
+        let mut state = self.lock();
+        let loaded = offsets.fold(0, |loaded, offset| {
+            let page = state.map.leaf(offset / self.page_bytes).ok().flatten();
+            let at = u32::try_from(offset % self.page_bytes).unwrap_or(u32::MAX);
+            loaded ^ page.map_or(0, |page| page.load_entries(at))
+        });
+        std::hint::black_box(loaded);
+    }
+
     /// Looks a range within one page up if the map has it in memory, copies what the tail has of it to `buffer`, and prepares
     /// the copies of the rest from the cache. Returns `None` if more is needed; `buffer` may have changed then.
     pub(super) fn look_up_at_once(&self, offset: u64, buffer: &mut [u8]) -> Option<Found> {
