@@ -16,6 +16,7 @@
 //!   not repeated at all: a server may execute a write after the client has given it up.
 //! - A request on a file whose file system is full may wait for space (see `space`). One on a device may not:
 //!   there ENOSPC also means that the device has become smaller.
+//! - Short reads of the page cache are copied from a mapping of the file (see `mapped`).
 //! - CACHE makes the kernel read ahead a part of the range, of a bounded length.
 //! - The identity of a volume is that of the open file or device (`cleat_sys::volume_id`), never its path. A
 //!   successor by handover has the file of its predecessor, also where the path leads to another one.
@@ -27,6 +28,7 @@ mod at_once;
 mod claim;
 mod copy;
 mod labels;
+mod mapped;
 mod queue;
 mod registration;
 mod snapshots;
@@ -60,6 +62,7 @@ use cleat_sys::block;
 use cleat_sys::buffer::ALIGNMENT;
 use cleat_sys::ring::Ring;
 use cleat_sys::volume_id::{DeviceId, FileId};
+use mapped::{Mapped, Mapping};
 use queue::{Abilities, FileQueue};
 pub use registration::BACKEND;
 use space::{FreeSpace, NFS};
@@ -83,6 +86,8 @@ struct FileImage {
     syncer: Arc<Syncer>,
     /// Short writes are made on the thread of their connection.
     writes_at_once: bool,
+    /// Short reads are copied from the mapping.
+    mapping: Option<Arc<Mapping>>,
 }
 
 impl FileImage {
@@ -191,6 +196,7 @@ impl FileImage {
             abilities: Arc::new(abilities),
             syncer,
             writes_at_once: !device && at_once::pays(file_system, spec.direct),
+            mapping: (!device && mapped::pays(file_system, spec.direct)).then(Arc::default),
         })
     }
 }
@@ -232,6 +238,9 @@ impl Image for FileImage {
         let block = self.blocks.minimum;
         let mut queue = FileQueue::new(slot, block, abilities, syncer, completer.clone());
         queue.at_once = self.writes_at_once.then(|| AtOnce::new(Arc::clone(&self.file)));
+        let mapped =
+            |mapping: &Arc<Mapping>| Mapped::new(Arc::clone(&self.file), Arc::clone(mapping));
+        queue.mapped = self.mapping.as_ref().map(mapped);
         Ok(Box::new(queue))
     }
 

@@ -157,9 +157,15 @@ fn reads_beyond_a_truncated_file_fail_and_do_not_return_zeroes() {
     let volume = Local::open(&uri, OpenOptions::default());
     let mut client = volume.client();
     client.one(write(0, &pattern(1, 1 << 20)));
+    // The second read of a short range is copied from a mapping of the file.
+    for offset in [499_712, 499_900, 600_000].repeat(2) {
+        assert_eq!(client.read(offset, 100).len(), 100);
+    }
     File::options().write(true).open(path).unwrap().set_len(500_000).unwrap();
     assert!(client.read(0, 500_000) == pattern(1, 500_000));
+    assert!(client.read(499_900, 100) == pattern(1, 500_000)[499_900..]);
     assert_eq!(client.try_one(job(Op::Read, 0, 500_001)), Err(IoError::Broken));
+    assert_eq!(client.try_one(job(Op::Read, 499_901, 100)), Err(IoError::Broken));
     assert_eq!(client.try_one(job(Op::Read, 600_000, 10)), Err(IoError::Broken));
 }
 

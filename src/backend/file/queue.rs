@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::super::{Completer, ImageQueue, Outcome, RequestId, Started, index};
 use super::at_once::AtOnce;
+use super::mapped::{Mapped, Waiting};
 use super::space::FreeSpace;
 use super::sync::Syncer;
 use cleat_core::request::{IoError, Op, Request};
@@ -96,6 +97,8 @@ pub(super) struct FileQueue {
     syncer: Arc<Syncer>,
     /// Writes that need no ring.
     pub(super) at_once: Option<AtOnce>,
+    /// Reads that need no ring.
+    pub(super) mapped: Option<Mapped>,
     completer: Completer,
     tasks: Vec<Option<Task>>,
     /// The operations in the ring.
@@ -128,6 +131,7 @@ impl FileQueue {
             abilities,
             syncer,
             at_once: None,
+            mapped: None,
             completer,
             tasks: Vec::new(),
             in_ring: 0,
@@ -135,6 +139,37 @@ impl FileQueue {
             waiting_for_zeroes: VecDeque::new(),
             zeroes: Zeroes::Unmade,
         }
+    }
+
+    /// Begins a request with its first step. Returns its end if that needs no operation that completes later.
+    fn begin(
+        &mut self,
+        id: RequestId,
+        request: Request,
+        step: Step,
+        buffer: Option<Buffer>,
+        ring: &mut Ring,
+    ) -> Option<Outcome> {
+        let index = id as usize;
+        if self.tasks.len() <= index {
+            self.tasks.resize_with(index + 1, || None);
+        }
+        let attempted = request.length;
+        let task = Task { request, step, progress: 0, attempted, abandoned: false, buffer: None };
+        let written = match (&mut self.at_once, &buffer) {
+            (Some(at_once), Some(buffer)) if self.in_ring == 0 => {
+                at_once.write(&request, buffer.payload())
+            }
+            _ => None,
+        };
+        let outcome = match written {
+            Some(result) => self.after(id, task, result, buffer, ring),
+            None => {
+                self.tasks[index] = Some(task);
+                self.proceed(id, buffer, ring)
+            }
+        };
+        outcome.inspect(|_| self.tasks[index] = None)
     }
 
     /// Returns the first step of a request, or its end.
@@ -437,29 +472,32 @@ impl ImageQueue for FileQueue {
             Ok(None) => return Started::Done(Outcome { result: Ok(()), buffer }),
             Err(error) => return Started::Done(Outcome { result: Err(error), buffer }),
         };
-        let index = id as usize;
-        if self.tasks.len() <= index {
-            self.tasks.resize_with(index + 1, || None);
+        match (&mut self.mapped, buffer) {
+            (Some(mapped), Some(buffer)) if step == Step::Transfer && mapped.takes(&request) => {
+                mapped.hold(id, request, buffer);
+                Started::Pending
+            }
+            (_, buffer) => {
+                let outcome = self.begin(id, request, step, buffer, ring);
+                outcome.map_or(Started::Pending, Started::Done)
+            }
         }
-        let attempted = request.length;
-        let task = Task { request, step, progress: 0, attempted, abandoned: false, buffer: None };
-        let written = match (&mut self.at_once, &buffer) {
-            (Some(at_once), Some(buffer)) if self.in_ring == 0 => {
-                at_once.write(&request, buffer.payload())
-            }
-            _ => None,
-        };
-        let outcome = match written {
-            Some(result) => self.after(id, task, result, buffer, ring),
-            None => {
-                self.tasks[index] = Some(task);
-                self.proceed(id, buffer, ring)
-            }
-        };
-        outcome.map_or(Started::Pending, |outcome| {
-            self.tasks[index] = None;
-            Started::Done(outcome)
-        })
+    }
+
+    /// Copies the data of the reads that were held back.
+    fn end_batch(&mut self, ring: &mut Ring, done: &mut Vec<(RequestId, Outcome)>) {
+        let Some(mapped) = &mut self.mapped else { return };
+        let mut batch = mapped.copy();
+        for Waiting { id, request, buffer, is_copied } in batch.drain(..) {
+            let outcome = match is_copied {
+                true => Some(Outcome { result: Ok(()), buffer: Some(buffer) }),
+                false => self.begin(id, request, Step::Transfer, Some(buffer), ring),
+            };
+            done.extend(outcome.map(|outcome| (id, outcome)));
+        }
+        if let Some(mapped) = &mut self.mapped {
+            mapped.reuse(batch);
+        }
     }
 
     fn on_ring(&mut self, completion: Completion, ring: &mut Ring) -> Option<(RequestId, Outcome)> {
@@ -471,6 +509,13 @@ impl ImageQueue for FileQueue {
             && let Some(zeroes) = buffer.take()
         {
             self.zeroes = Zeroes::Here(zeroes);
+        }
+        let is_whole = u64::from(completion.result.max(0).unsigned_abs()) == task.request.length;
+        if task.step == Step::Transfer
+            && is_whole
+            && let Some(mapped) = &self.mapped
+        {
+            mapped.was_read(&task.request);
         }
         let ended = self.after(id, task, completion.result, buffer, ring);
         if ended.is_some() {
