@@ -14,13 +14,14 @@
 use std::cell::Cell;
 use std::io;
 use std::num::NonZeroUsize;
+use std::ops::Range;
 use std::os::fd::AsFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
-use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, raise, sigaction};
 use nix::time::{ClockId, clock_gettime};
@@ -64,9 +65,11 @@ const COPIES: u32 = 16;
 /// In place of the number of a part: the place is not used again.
 const LOST: u64 = u64::MAX;
 
-/// The windows that a process may have. A full one has up to 16,384 of the 65,530 mappings that Linux allows
-/// (vm.max_map_count).
-const MAX_WINDOWS: usize = 4;
+/// The windows that a process may have.
+const MAX_WINDOWS: usize = 64;
+
+/// The parts that all windows of a process may have mapped. Linux allows a process 65,530 mappings (vm.max_map_count).
+const MAX_MAPPED: usize = 32 << 10;
 
 /// The windows of the process.
 static WINDOWS: [Registered; MAX_WINDOWS] = [const { Registered::none() }; MAX_WINDOWS];
@@ -78,8 +81,8 @@ struct Registered {
     places: AtomicPtr<Place>,
 }
 
-/// How often a part has been replaced by zeroes.
-static REPLACED: AtomicU64 = AtomicU64::new(0);
+/// The parts that are mapped, in all windows.
+static MAPPED: AtomicUsize = AtomicUsize::new(0);
 
 /// What SIGBUS did before there was a window.
 static PREVIOUS: OnceLock<SigAction> = OnceLock::new();
@@ -123,7 +126,7 @@ impl FileWindow {
     ///
     /// # Errors
     /// Returns `Unsupported` if the pages of the kernel have another length than blocks: a proof is about a block, and a fault
-    /// about a page. Returns `ENOMEM` if the address space is limited, and `ENOSPC` if the process has four windows.
+    /// about a page. Returns `ENOMEM` if the address space is limited, and `ENOSPC` if the process has 64 windows.
     pub fn new() -> io::Result<Self> {
         let page = sysconf(SysconfVar::PAGE_SIZE).ok().flatten().map(usize::try_from);
         if page != Some(Ok(BLOCK_BYTES)) {
@@ -137,11 +140,11 @@ impl FileWindow {
             previous.unwrap_or_else(|_| default_action())
         };
         PREVIOUS.get_or_init(previous);
+        let places = Words::new(PARTS * size_of::<Place>() / size_of::<AtomicU64>())?;
         let length = NonZeroUsize::new(WINDOW_BYTES).expect("a window is not empty");
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
         // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
         let base = unsafe { mmap_anonymous(None, length, ProtFlags::PROT_NONE, flags) }?.cast();
-        let places = Words::new(PARTS * size_of::<Place>() / size_of::<AtomicU64>())?;
         let window = Self { base, places, change: Mutex::new(()), ended_ms: AtomicU64::new(0) };
         match WINDOWS.iter().any(|entry| entry.take(&window)) {
             true => Ok(window),
@@ -175,7 +178,6 @@ impl FileWindow {
         let (index, place) = self.place(part);
         let Some((skip, blocks)) = blocks(skip, target.len()) else { return false };
         let began_ms = now_ms();
-        let replaced = REPLACED.load(Ordering::Acquire);
         if place.part.load(Ordering::Acquire) != part + 1
             || !place.has(blocks)
             || !self.is_valid(place, began_ms)
@@ -192,12 +194,11 @@ impl FileWindow {
         // The bytes were read before it is asked whether they were those of the part.
         fence(Ordering::Acquire);
         place.part.load(Ordering::Acquire) == part + 1
-            && REPLACED.load(Ordering::Acquire) == replaced
     }
 
     /// Records that the page cache has `length` bytes of a part from `skip` on, because they were just written or read. If the
-    /// page cache has all of the part, this proves all of it. Maps the part, which begins at byte `at` of the file, if its place is free, or if the proofs
-    /// of the part there are at least two minutes old.
+    /// page cache has all of the part, this proves all of it. Maps the part, which begins at byte `at` of the file, if its place
+    /// is free, or if the proofs of the part there are at least two minutes old.
     pub fn prove(&self, part: u64, file: impl AsFd, at: u64, skip: u64, length: usize) {
         let (index, place) = self.place(part);
         let Some((_, blocks)) = blocks(skip, length) else { return };
@@ -206,24 +207,20 @@ impl FileWindow {
         if now_ms < self.ended_ms.load(Ordering::Relaxed) + PAUSE_MS {
             return;
         }
-        let holder = place.part.load(Ordering::Acquire);
-        if holder != part + 1 {
-            // While a part is read, the age of its proofs is at most their validity. So no thread copies from it now.
-            let since_ms = place.since_ms.load(Ordering::Relaxed);
-            if since_ms > 0 && now_ms.saturating_sub(since_ms) < 2 * PROOF_MS {
-                return;
-            }
-            // The kernel may have removed the old mapping when it has no memory for the new one. Others may map something there
-            // then.
-            place.part.store(LOST, Ordering::Release);
-            if holder == LOST || self.map(index, &file, at).is_err() {
-                return;
-            }
+        let is_new = place.part.load(Ordering::Acquire) != part + 1;
+        if is_new && !self.replace(index, place, &file, at, now_ms) {
+            return;
         }
-        if holder != part + 1 || !self.is_valid(place, now_ms) {
+        if is_new || !self.is_valid(place, now_ms) {
             place.proofs.iter().for_each(|proofs| proofs.store(0, Ordering::Relaxed));
             place.since_ms.store(now_ms, Ordering::Relaxed);
-            place.part.store(part + 1, Ordering::Release);
+        }
+        // The handler of SIGBUS may have put zeroes in place of a part that was there. It is not made valid again.
+        let number = &place.part;
+        if is_new
+            && number.compare_exchange(LOST, part + 1, Ordering::AcqRel, Ordering::Acquire).is_err()
+        {
+            return;
         }
         let before = place.count();
         place.add(blocks);
@@ -231,8 +228,17 @@ impl FileWindow {
         let count = place.count();
         let has_all = || cached_pages(&file, at, PART_BYTES as u64) == Some(PART_BLOCKS);
         if count > before && count.is_power_of_two() && has_all() {
-            self.populate(index);
             place.add([u64::MAX; 2]);
+        }
+    }
+
+    /// Ends the proofs for some parts, because the file has new holes there: the page cache does not have them.
+    pub fn forget(&self, parts: Range<u64>) {
+        let Ok(_guard) = self.change.lock() else { return };
+        let count = parts.end.saturating_sub(parts.start).min(PARTS as u64);
+        for place in (0..count).map(|number| self.place(parts.start + number).1) {
+            // The number of the part that is there is not compared: proofs of another one are given again.
+            place.proofs.iter().for_each(|proofs| proofs.store(0, Ordering::Relaxed));
         }
     }
 
@@ -271,13 +277,24 @@ impl FileWindow {
         FAULTS.set((0, faults));
     }
 
-    /// Has the kernel enter the pages of a part in the page tables, all of which the page cache has.
-    fn populate(&self, index: usize) {
-        // SAFETY: the part is in the mapping of the window. The advice changes no content.
-        unsafe {
-            let part = self.base.add(index * PART_BYTES).cast();
-            let _ = madvise(part, PART_BYTES, MmapAdvise::MADV_POPULATE_READ);
+    /// Maps a part in place of another one, or at a free place. Returns false if that is not possible yet, or never again. The
+    /// place has no number afterwards.
+    fn replace(&self, index: usize, place: &Place, file: impl AsFd, at: u64, now_ms: u64) -> bool {
+        // While a part is read, the age of its proofs is at most their validity. So no thread copies from it now.
+        let since_ms = place.since_ms.load(Ordering::Relaxed);
+        let is_free = since_ms == 0;
+        if !is_free && now_ms.saturating_sub(since_ms) < 2 * PROOF_MS {
+            return false;
         }
+        if is_free && MAPPED.fetch_add(1, Ordering::Relaxed) >= MAX_MAPPED {
+            MAPPED.fetch_sub(1, Ordering::Relaxed);
+            return false;
+        }
+        // The kernel may have removed the old mapping when it has no memory for the new one. Others may map something there
+        // then.
+        let holder = place.part.swap(LOST, Ordering::AcqRel);
+        place.since_ms.store(now_ms, Ordering::Relaxed);
+        holder != LOST && self.map(index, file, at).is_ok()
     }
 
     fn map(&self, index: usize, file: impl AsFd, at: u64) -> io::Result<()> {
@@ -289,9 +306,7 @@ impl FileWindow {
         unsafe {
             let address = self.base.as_ptr().add(index * PART_BYTES);
             let address = NonZeroUsize::new(address as usize);
-            let mapped = mmap(address, length, ProtFlags::PROT_READ, flags, file, at)?;
-            // If a fault must read the disk, it reads no other pages.
-            let _ = madvise(mapped, PART_BYTES, MmapAdvise::MADV_RANDOM);
+            mmap(address, length, ProtFlags::PROT_READ, flags, file, at)?;
         }
         Ok(())
     }
@@ -320,6 +335,8 @@ impl Place {
 impl Drop for FileWindow {
     fn drop(&mut self) {
         WINDOWS.iter().for_each(|entry| entry.release(self));
+        let is_mapped = |place: &&Place| place.since_ms.load(Ordering::Relaxed) > 0;
+        MAPPED.fetch_sub(self.places().iter().filter(is_mapped).count(), Ordering::Relaxed);
         if self.places().iter().any(|place| place.part.load(Ordering::Acquire) == LOST) {
             return;
         }
@@ -362,7 +379,6 @@ impl Registered {
         let place = unsafe { &*self.places.load(Ordering::Acquire).add(index) };
         // Before the zeroes are there, so that each copy of them counts as failed.
         place.part.store(0, Ordering::SeqCst);
-        REPLACED.fetch_add(1, Ordering::SeqCst);
         let part = (base + index * PART_BYTES) as *mut libc::c_void;
         let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         // SAFETY: the range is in the mapping of the window.
@@ -462,7 +478,7 @@ mod tests {
     #[test]
     fn a_part_is_proved_as_a_whole_if_the_page_cache_has_all_of_it() {
         let (window, file) = (FileWindow::new().unwrap(), file());
-        if cached_pages(&file, 0, 1).is_none() {
+        if cached_pages(&file, 0, 4096) != Some(1) {
             return;
         }
         window.prove(0, &file, 0, 0, 4096);
@@ -474,6 +490,19 @@ mod tests {
         assert!(window.has(0, 0, PART_BYTES));
         assert_eq!(copied(&window, 0, LAST, BLOCK_BYTES), Some(vec![8; BLOCK_BYTES]));
         assert!(!window.has(1, 0, 1), "another part");
+    }
+
+    #[test]
+    fn parts_with_new_holes_have_no_proofs() {
+        let (window, file) = (FileWindow::new().unwrap(), file());
+        let prove_both = || [0, 1].map(|part| window.prove(part, &file, 0, 0, 4096));
+        prove_both();
+        window.forget(0..1);
+        assert_eq!([0, 1].map(|part| window.has(part, 0, 1)), [false, true]);
+        prove_both();
+        assert_eq!([0, 1].map(|part| window.has(part, 0, 1)), [true, true]);
+        window.forget(1..u64::MAX);
+        assert_eq!([0, 1].map(|part| window.has(part, 0, 1)), [false, false], "all places");
     }
 
     #[test]

@@ -24,7 +24,7 @@ struct Counts {
 }
 
 /// Returns how many pages of a range of a file are in the page cache. `None` before Linux 6.5, and if neither the file is open for
-/// writing nor the process may write to it.
+/// writing nor the process may write to it. Pages that are still being read count.
 pub(crate) fn cached_pages(file: impl AsFd, offset: u64, length: u64) -> Option<u64> {
     let range = Range { offset, length };
     let mut counts = Counts::default();
@@ -53,8 +53,11 @@ mod tests {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&[1; 3 * 4096]).unwrap();
         file.set_len(1 << 20).unwrap();
-        let Some(pages) = cached_pages(&file, 0, 1 << 20) else { return };
-        assert_eq!(pages, 3);
+        // A kernel before Linux 6.5, or a file of overlayfs, which has no pages of its own.
+        if matches!(cached_pages(&file, 0, 4096), None | Some(0)) {
+            return;
+        }
+        assert_eq!(cached_pages(&file, 0, 1 << 20), Some(3));
         assert_eq!(cached_pages(&file, 4096, 4096), Some(1));
     }
 }

@@ -3,8 +3,8 @@
 //! A worker process has these properties:
 //! - It ignores SIGTERM, SIGINT and SIGHUP: a service manager or a terminal that stops the supervisor must
 //!   not end mapped devices. A worker ends by `Stop`, by the disconnect of its device, or by SIGKILL.
-//! - The out-of-memory killer selects it late (`oom_score_adj` -999): it uses little memory, and every write
-//!   that waits to be cleaned would fail with it.
+//! - The out-of-memory killer selects it late (`oom_score_adj` -999): it has little memory of its own, and
+//!   every write that waits to be cleaned would fail with it.
 //! - It is an I/O flusher: its allocations never wait for dirty pages that wait for this worker.
 //! - Code and data that are mapped at the start are locked once touched, so that the kernel cannot swap the
 //!   data path out, for example to its own device. Request buffers are not locked: they return pages to the

@@ -6,7 +6,8 @@
 //! whose copy fails, go to the ring, which also has the error if the file cannot be read.
 //!
 //! What is behind the end of a file reads as zeroes, up to the end of its page. If another process has truncated the file, the read
-//! must fail instead. So the length of the file is read after the copies, once for a batch.
+//! must fail instead. So the length of the file is read after the copies, once for a batch. On XFS this leaves a gap: it writes
+//! zeroes up to the end of the new last block before it changes the length. A copy from there at that moment has them.
 
 use std::fs::File;
 use std::sync::{Arc, OnceLock};
@@ -88,6 +89,14 @@ impl Mapped {
     /// Gives the memory of a batch back.
     pub(super) fn reuse(&mut self, batch: Vec<Waiting>) {
         self.batch = batch;
+    }
+
+    /// Records that a range was emptied: the page cache has nothing of it.
+    pub(super) fn was_emptied(&self, request: &Request) {
+        if let Some(window) = self.window() {
+            let part = PART_BYTES as u64;
+            window.forget(request.offset / part..(request.offset + request.length).div_ceil(part));
+        }
     }
 
     fn window(&self) -> Option<&FileWindow> {
@@ -199,6 +208,18 @@ mod tests {
         assert_eq!(copied(&mut mapped, &[one, absent, two, three]), [true, false, true, true]);
         assert_eq!(copied(&mut mapped, &[one, absent, two, absent_too, three]), [false; 5]);
         assert_eq!(copied(&mut mapped, &[]), [true; 0]);
+    }
+
+    #[test]
+    fn a_range_that_was_emptied_is_not_copied() {
+        let mut mapped = mapped();
+        let [first, second] = [0, 1].map(|part| read(part * PART_BYTES as u64, BLOCK));
+        [first, second].iter().for_each(|read| mapped.was_read(read));
+        mapped.was_emptied(&Request { op: Op::Trim, ..read(PART_BYTES as u64 - 1, 1) });
+        assert_eq!(copied(&mut mapped, &[first]), [false]);
+        assert_eq!(copied(&mut mapped, &[second]), [true]);
+        mapped.was_emptied(&Request { op: Op::Trim, ..read(0, PARTS * PART_BYTES as u64) });
+        assert_eq!(copied(&mut mapped, &[second]), [false]);
     }
 
     #[test]

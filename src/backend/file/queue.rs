@@ -172,6 +172,17 @@ impl FileQueue {
         outcome.inspect(|_| self.tasks[index] = None)
     }
 
+    /// Informs the mapping of the result of an operation.
+    fn tell_mapping(&self, task: &Task, result: i32) {
+        let Some(mapped) = &self.mapped else { return };
+        let is_whole = u64::from(result.max(0).unsigned_abs()) == task.request.length;
+        match task.step {
+            Step::Transfer if is_whole => mapped.was_read(&task.request),
+            Step::Punch | Step::ZeroRange => mapped.was_emptied(&task.request),
+            _ => {}
+        }
+    }
+
     /// Returns the first step of a request, or its end.
     fn first(&self, request: &Request) -> Next {
         let syncs = request.op == Op::Flush || request.flags.fua && request.op.modifies();
@@ -510,13 +521,7 @@ impl ImageQueue for FileQueue {
         {
             self.zeroes = Zeroes::Here(zeroes);
         }
-        let is_whole = u64::from(completion.result.max(0).unsigned_abs()) == task.request.length;
-        if task.step == Step::Transfer
-            && is_whole
-            && let Some(mapped) = &self.mapped
-        {
-            mapped.was_read(&task.request);
-        }
+        self.tell_mapping(&task, completion.result);
         let ended = self.after(id, task, completion.result, buffer, ring);
         if ended.is_some() {
             self.tasks[id as usize] = None;
