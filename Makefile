@@ -178,9 +178,10 @@ image: ## Build the OCI image and its bill of materials (target/oci), without a 
 	scripts/install-deps.sh build vm
 	scripts/build-image --output $(TARGET)/oci
 
-bench: deps-test ## Speed of parts and beside other NBD servers, and the cost of many volumes; reports below target/bench
+bench: deps-test ## Speed of parts, beside other NBD servers and tokio-uring, and the cost of many volumes; reports below target/bench
 	$(CARGO) bench --locked -p cleat-export --bench micro
 	$(CARGO) bench --locked --bench peer
+	$(CARGO) bench --locked --bench runtime
 	$(CARGO) bench --locked --bench growth
 
 install: $(RELEASE) ## Install what was built: unit, udev rules, manual, too (DESTDIR, PREFIX)
