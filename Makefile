@@ -32,7 +32,7 @@ SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.
 
 .DEFAULT_GOAL := build
 .PHONY: help build release demo test unit tests vm-image comparison comparison-fail-over soak \
-	soak-device soak-simulation soak-models soak-fights soak-controller soak-nodes soak-fuzz bench install \
+	soak-device soak-simulation soak-models soak-fights soak-controller soak-nodes soak-fuzz bench bench-device install \
 	uninstall clean control-plane nodes fail-over demo-cluster image deps-build deps-test device simulation lint $(SUITES)
 
 help: ## List the targets
@@ -183,6 +183,9 @@ bench: deps-test ## Speed of parts, beside other NBD servers and tokio-uring, an
 	$(CARGO) bench --locked --bench peer
 	$(CARGO) bench --locked --bench runtime
 	$(CARGO) bench --locked --bench growth
+
+bench-device: deps-test ## Devices beside those of other NBD servers and rbd-nbd, in a virtual machine
+	$(CARGO) bench --locked --features cleat/fault --bench device
 
 install: $(RELEASE) ## Install what was built: unit, udev rules, manual, too (DESTDIR, PREFIX)
 	$(INSTALL) -D -m 0755 $(RELEASE) $(DESTDIR)$(bindir)/cleat

@@ -1,5 +1,5 @@
 //! `cargo bench --bench growth`: what volumes cost as their number grows. A supervisor maps files as devices of a
-//! simulated kernel, each with a worker process of its own, as on a node. The report (Markdown, and a plot as SVG) is
+//! simulated kernel, each with a worker process of its own, as on a node. The report (Markdown, JSON, and a plot as SVG) is
 //! below `target/bench/`.
 //!
 //! For each number of volumes: the time of a mapping, the memory of the workers and of the supervisor, how often idle
@@ -37,7 +37,8 @@ use test_kit::process::wakeups;
 
 const BLOCK: u32 = 4096;
 
-/// What one number of volumes costs.
+/// What one number of volumes costs. The names of the fields are those of the JSON report.
+#[derive(serde::Serialize)]
 struct Figures {
     volumes: usize,
     /// The median of the mappings, and the last one, in milliseconds.
@@ -63,6 +64,8 @@ fn main() {
     let report = markdown(&figures);
     print!("{report}");
     fs::write(directory.join("growth.md"), report).unwrap();
+    let json = serde_json::to_string_pretty(&figures).unwrap();
+    fs::write(directory.join("growth.json"), json + "\n").unwrap();
     fs::write(directory.join("growth.svg"), svg(&figures)).unwrap();
     println!("the report: {}", directory.join("growth.md").display());
 }
@@ -194,17 +197,18 @@ fn markdown(figures: &[Figures]) -> String {
 /// The colour and the name of a line, and its value for a number of volumes.
 type Line = (&'static str, &'static str, fn(&Figures) -> f64);
 
-/// Draws the time of a mapping, the recovery and the memory of all workers against the number of volumes, both axes
-/// logarithmic.
+/// Draws the time of a mapping, the recovery, and the memory of all workers and of the supervisor against the number of volumes,
+/// both axes logarithmic.
 fn svg(figures: &[Figures]) -> String {
     const WIDTH: f64 = 760.0;
     const HEIGHT: f64 = 420.0;
     const LEFT: f64 = 70.0;
     const TOP: f64 = 50.0;
-    let lines: [Line; 3] = [
+    let lines: [Line; 4] = [
         ("#1f77b4", "map, median, ms", |row| row.map_ms[0]),
         ("#d62728", "recovery, ms", |row| row.recovery_ms),
         ("#2ca02c", "memory of all workers, MiB", |row| row.worker_mib * row.volumes as f64),
+        ("#9467bd", "of the supervisor, MiB", |row| row.supervisor_mib),
     ];
     let log = |value: f64| value.max(0.1).log10();
     let x = |row: &Figures| LEFT + log(row.volumes as f64) / 3.0 * (WIDTH - LEFT - 40.0);
@@ -237,7 +241,7 @@ fn svg(figures: &[Figures]) -> String {
             "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"/>\
              <text x=\"{}\" y=\"20\" fill=\"{colour}\">{name}</text>",
             points.join(" "),
-            LEFT + 220.0 * number as f64
+            LEFT + 170.0 * number as f64
         )
         .unwrap();
     }

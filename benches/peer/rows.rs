@@ -70,11 +70,15 @@ const fn row(
     Row { group, name, load, depth, must }
 }
 
+const fn sequential(row: Row) -> Row {
+    Row { load: Load { sequential: true, ..row.load }, ..row }
+}
+
 const K: usize = 1 << 10;
 
 use Group::{AfterLargeWrite, Direct, File, FourConnections, FourVolumes, Memory};
 
-pub const ROWS: [Row; 28] = [
+pub const ROWS: [Row; 30] = [
     row(Memory, "mem: 4K random read, depth 1", 0, 4 * K, 1, &[FastestPeer(1.15)]),
     row(Memory, "mem: 4K random read, depth 2", 0, 4 * K, 2, &[FastestPeer(1.15)]),
     row(Memory, "mem: 4K random read, depth 8", 0, 4 * K, 8, &[Rate(BARE, 0.8)]),
@@ -123,6 +127,8 @@ pub const ROWS: [Row; 28] = [
     row(File, "file: 4K random, 30 % writes, depth 32", 30, 4 * K, 32, &[]),
     row(File, "file: 256K random read, depth 8", 0, 256 * K, 8, &[Rate(NBDKIT, 2.2)]),
     row(File, "file: 256K random write, depth 8", 100, 256 * K, 8, &[Rate(NBDKIT, 1.6)]),
+    sequential(row(File, "file: 64K sequential read, depth 8", 0, 64 * K, 8, &[])),
+    sequential(row(File, "file: 64K sequential write, depth 8", 100, 64 * K, 8, &[])),
     row(FourConnections, "4 connections: 4K random read, depth 8", 0, 4 * K, 8, &[]),
     row(FourConnections, "4 connections: 4K random read, depth 32", 0, 4 * K, 32, &[]),
     row(FourVolumes, "4 volumes: 4K random read, depth 1", 0, 4 * K, 1, &[Rate(NO_POLLING, 0.95)]),
