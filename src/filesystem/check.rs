@@ -7,6 +7,7 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use tokio::time::Instant;
 
 use crate::call::{Call, Ended};
+use crate::content::{BUSY_DELAY, BUSY_TIMEOUT};
 use crate::kind::Kind;
 use crate::path::check_device;
 use crate::tools::{BTRFS, E2FSCK, XFS_REPAIR};
@@ -83,21 +84,37 @@ pub async fn check(
         }
         (Kind::Ext4, CheckPolicy::Preen | CheckPolicy::Full) => {
             let force = (policy == CheckPolicy::Full).then_some("-f");
-            let call = Call::new(E2FSCK, device).arg("-p").args(force).arg(device);
-            let ended = call.writes(number).run(deadline).await?;
+            let call =
+                || Call::new(E2FSCK, device).arg("-p").args(force).arg(device).writes(number);
+            let ended = run(call, deadline).await?;
             e2fsck(&ended).map_err(|error| hint(error, &format!("e2fsck -f {name}")))
         }
         (Kind::Xfs, CheckPolicy::Full) => {
-            let call = Call::new(XFS_REPAIR, device).arg("-n").arg(device);
-            let ended = call.run(deadline).await?;
+            let call = || Call::new(XFS_REPAIR, device).arg("-n").arg(device);
+            let ended = run(call, deadline).await?;
             read_only_check(&ended).map_err(|error| hint(error, &format!("xfs_repair {name}")))
         }
         (Kind::Btrfs, CheckPolicy::Full) => {
-            let call = Call::new(BTRFS, device).args(["check", "--readonly"]).arg(device);
-            let ended = call.run(deadline).await?;
+            let call = || Call::new(BTRFS, device).args(["check", "--readonly"]).arg(device);
+            let ended = run(call, deadline).await?;
             read_only_check(&ended)
                 .map_err(|error| hint(error, &format!("btrfs scrub, after a mount of {name}")))
         }
+    }
+}
+
+/// What the programs write if another one has the device open exclusively. If it is mounted, they write that instead.
+const BUSY: [&str; 2] = ["is in use", "evice or resource busy"];
+
+/// Runs a check. If the device is busy, the check has read and written nothing, and is tried again for a short time.
+async fn run<'a>(call: impl Fn() -> Call<'a>, deadline: Instant) -> Result<Ended> {
+    let last_attempt = deadline.min(Instant::now() + BUSY_TIMEOUT);
+    loop {
+        let ended = call().run(deadline).await?;
+        if !says(&ended, &BUSY) || ended.status.success() || Instant::now() >= last_attempt {
+            return Ok(ended);
+        }
+        tokio::time::sleep(BUSY_DELAY).await;
     }
 }
 
@@ -133,16 +150,14 @@ fn read_only_check(ended: &Ended) -> Result<Checked> {
 }
 
 fn failure_kind(ended: &Ended) -> ErrorKind {
-    let in_use = [
-        "is mounted",
-        "mounted and writable",
-        "currently mounted",
-        "is in use",
-        "evice or resource busy",
-    ];
-    let is_in_use =
-        in_use.iter().any(|text| ended.stderr.contains(text) || ended.stdout.contains(text));
+    let mounted = ["is mounted", "mounted and writable", "currently mounted"];
+    let is_in_use = says(ended, &mounted) || says(ended, &BUSY);
     if is_in_use { ErrorKind::InUse } else { ErrorKind::Internal }
+}
+
+/// Whether the program has written one of these texts. e2fsck writes some of them to its standard output.
+fn says(ended: &Ended, texts: &[&str]) -> bool {
+    texts.iter().any(|text| ended.stderr.contains(text) || ended.stdout.contains(text))
 }
 
 #[cfg(test)]

@@ -163,6 +163,26 @@ async fn errors_of_xfs_and_btrfs_are_reported() {
 }
 
 #[tokio::test]
+async fn a_check_waits_for_a_short_time_for_another_program() {
+    for kind in [Kind::Ext4, Kind::Xfs, Kind::Btrfs] {
+        let disk = Disk::new(SIZE);
+        let device = disk.device.as_path();
+        format(device, kind, &FormatOptions::default(), later()).await.unwrap();
+        let held = content::open_exclusively(device).unwrap();
+        let (checked, ()) = tokio::join!(check(device, kind, CheckPolicy::Full, later()), async {
+            tokio::time::sleep(Duration::from_millis(500)).await;
+            drop(held);
+        });
+        assert_eq!(checked.unwrap(), Checked::Clean, "{kind}");
+    }
+    let disk = Disk::new(SIZE);
+    format(&disk.device, Kind::Btrfs, &FormatOptions::default(), later()).await.unwrap();
+    let _held = content::open_exclusively(&disk.device).unwrap();
+    let error = check(&disk.device, Kind::Btrfs, CheckPolicy::Full, later()).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InUse, "{error:?}");
+}
+
+#[tokio::test]
 async fn a_format_that_fails_is_reported_with_its_output() {
     // mkfs.xfs requires 300 MiB.
     let disk = Disk::new(MIB);
