@@ -1,7 +1,7 @@
 //! `cargo bench --bench device`: /dev/nbdX of cleat beside those of nbd-client with other servers, and of rbd-nbd, in a
 //! virtual machine (`tests/vm/run`). fio loads each device with direct I/O, in turns; each round starts with another one, and
-//! a first round does not count. Figures are medians, and ratios are medians of the ratios within one round. The report is
-//! below `target/bench/device`.
+//! a first round does not count. Figures are medians, and ratios are medians of the ratios within one round. The report
+//! (Markdown, JSON, and a plot as SVG) is below `target/bench/device`.
 //!
 //! `ROUNDS` (5) and `SECONDS` (3) change the number of rounds and the length of a measurement. Without KVM the machine is
 //! emulated, so only the ratios say something.
@@ -17,7 +17,6 @@
 
 mod common;
 
-use std::fmt::Write as _;
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -26,7 +25,8 @@ use test_kit::ceph::{Cluster, ID, POOL};
 
 use common::client::Load;
 use common::fio::Fio;
-use common::{median, number};
+use common::number;
+use common::report::{CLEAT, Measurement, Must, Report, Result};
 
 /// Set in the machine.
 const GUEST: &str = "CLEAT_BENCH_GUEST";
@@ -34,22 +34,67 @@ const GUEST: &str = "CLEAT_BENCH_GUEST";
 /// The length of each volume.
 const SIZE: &str = "64M";
 
-/// What a row must reach, relative to each other device.
+/// What cleat must reach at depth 32, relative to nbd-client with nbdkit and to rbd-nbd.
 const BOUND: f64 = 1.3;
+
+const NBDKIT: &str = "nbd-client, nbdkit";
+const RBD_NBD: &str = "rbd-nbd";
+
+/// How the figures are measured, for the report.
+const CONDITIONS: &str = "Devices in a virtual machine; fio with direct I/O. CPU is that of all processes of the machine, fio \
+                          and, for images, the Ceph cluster included.";
 
 /// What fio does with the devices of a group.
 struct Row {
     name: &'static str,
     writes_percent: u64,
     depth: usize,
+    must: &'static [Must],
 }
 
-const ROWS: [Row; 4] = [
-    Row { name: "4K random read, depth 1", writes_percent: 0, depth: 1 },
-    Row { name: "4K random read, depth 32", writes_percent: 0, depth: 32 },
-    Row { name: "4K random write, depth 1", writes_percent: 100, depth: 1 },
-    Row { name: "4K random write, depth 32", writes_percent: 100, depth: 32 },
-];
+const fn row(name: &'static str, writes_percent: u64, depth: usize, must: &'static [Must]) -> Row {
+    Row { name, writes_percent, depth, must }
+}
+
+const fn group(names: [&'static str; 4], must: &'static [Must]) -> [Row; 4] {
+    let [read, deep_read, write, deep_write] = names;
+    [
+        row(read, 0, 1, &[]),
+        row(deep_read, 0, 32, must),
+        row(write, 100, 1, &[]),
+        row(deep_write, 100, 32, must),
+    ]
+}
+
+const FILE_ROWS: [Row; 4] = group(
+    [
+        "file: 4K random read, depth 1",
+        "file: 4K random read, depth 32",
+        "file: 4K random write, depth 1",
+        "file: 4K random write, depth 32",
+    ],
+    &[Must::Rate(NBDKIT, BOUND)],
+);
+
+const MEMORY_ROWS: [Row; 4] = group(
+    [
+        "memory: 4K random read, depth 1",
+        "memory: 4K random read, depth 32",
+        "memory: 4K random write, depth 1",
+        "memory: 4K random write, depth 32",
+    ],
+    &[Must::Rate(NBDKIT, BOUND)],
+);
+
+const IMAGE_ROWS: [Row; 4] = group(
+    [
+        "RBD image: 4K random read, depth 1",
+        "RBD image: 4K random read, depth 32",
+        "RBD image: 4K random write, depth 1",
+        "RBD image: 4K random write, depth 32",
+    ],
+    &[Must::Rate(RBD_NBD, BOUND)],
+);
 
 /// A device, and how it is removed.
 struct Contestant {
@@ -96,53 +141,55 @@ fn measure_all() {
     shell("cp 60-cleat.rules /etc/udev/rules.d/; udevadm control --reload");
     shell("./cleat node > /out/node.log 2>&1 &");
     until("the daemon answers", "./cleat ls");
-    let mut report = format!(
-        "# Devices in a virtual machine\n\n{}. fio, direct I/O, {SIZE}. Ratios are those of the first device of a group \
-         to the others, and must be {BOUND} at depth 32.\n\n\
-         | group | load | device | per second | ratio |\n|---|---|---|---|---|\n",
-        shell("echo Linux $(uname -r), $(nproc) processors")
-    );
-    for (group, make) in
-        [("file", files as fn() -> Vec<Contestant>), ("memory", memory), ("RBD", images)]
-    {
+    let rounds = number("ROUNDS", 5.0) as usize;
+    let time = Duration::from_secs_f64(number("SECONDS", 3.0));
+    let mut report = Report::new(CONDITIONS, rounds, time);
+    for (rows, make) in [
+        (&FILE_ROWS, files as fn() -> Vec<Contestant>),
+        (&MEMORY_ROWS, memory),
+        (&IMAGE_ROWS, images),
+    ] {
         let contestants = make();
         contestants.iter().for_each(|contestant| fill(&contestant.device));
-        for row in &ROWS {
-            let text = measure(group, row, &contestants);
-            print!("{text}");
-            report += &text;
+        for row in rows {
+            let result = measure(row, &contestants, rounds, time);
+            println!("{}", result.text());
+            report.results.push(result);
         }
         contestants.iter().for_each(|contestant| drop(shell(&contestant.end)));
     }
-    std::fs::write("/out/report.md", report).unwrap();
+    report.write(Path::new("/out"));
 }
 
-/// Measures a row. Returns its lines of the report.
-fn measure(group: &str, row: &Row, contestants: &[Contestant]) -> String {
-    let rounds = number("ROUNDS", 5.0) as usize;
-    let time = Duration::from_secs_f64(number("SECONDS", 3.0));
+/// Measures a row.
+fn measure(row: &Row, contestants: &[Contestant], rounds: usize, time: Duration) -> Result {
     let load = Load { writes_percent: row.writes_percent, sequential: false, block: 4096 };
-    let mut rates = vec![Vec::new(); contestants.len()];
+    let mut measurements = vec![Vec::new(); contestants.len()];
     for round in 0..=rounds {
         for turn in 0..contestants.len() {
             let index = (round + turn) % contestants.len();
             let device = &contestants[index].device;
             let fio = Fio::new(&format!("--filename={device} --ioengine=libaio --direct=1"), None);
-            let (rate, _) = fio.run(load, row.depth, time);
+            let before = busy_seconds();
+            let (rate, count, latency_us) = fio.run_with_latency(load, row.depth, time);
+            let cpu_us = (busy_seconds() - before) * 1e6 / count;
             if round > 0 {
-                rates[index].push(rate);
+                let latency_us = Some(latency_us);
+                measurements[index].push(Measurement { rate, cpu_us, latency_us });
             }
         }
     }
-    let first = rates[0].clone();
-    let mut text = String::new();
-    for (contestant, rates) in contestants.iter().zip(&mut rates) {
-        let ratios = first.iter().zip(rates.iter()).map(|(first, rate)| first / rate);
-        let ratio = median(&mut ratios.collect::<Vec<_>>());
-        let (load, name, rate) = (row.name, contestant.name, median(rates));
-        writeln!(text, "| {group} | {load} | {name} | {rate:.0} | {ratio:.2} |").unwrap();
-    }
-    text
+    let names = contestants.iter().map(|contestant| contestant.name.to_owned());
+    Result::new(row.name, row.must, names.zip(measurements).collect())
+}
+
+/// The time that the processors of the machine were not idle, in seconds.
+fn busy_seconds() -> f64 {
+    let stat = std::fs::read_to_string("/proc/stat").unwrap();
+    let fields = stat.lines().next().unwrap().split_whitespace().skip(1);
+    let ticks: Vec<f64> = fields.map(|ticks| ticks.parse().unwrap()).collect();
+    // user, nice, system, then idle and iowait, then interrupts (proc_stat(5)). USER_HZ is 100.
+    (ticks[..3].iter().sum::<f64>() + ticks[5..8].iter().sum::<f64>()) / 100.0
 }
 
 /// Each on a file of its own, in the page cache.
@@ -164,8 +211,8 @@ fn files() -> Vec<Contestant> {
         file("qemu-nbd")
     );
     vec![
-        cleat("cleat", &format!("file:{}", file("cleat"))),
-        nbd_client("nbd-client, nbdkit", &nbdkit, "nbdkit.sock", 12, ""),
+        cleat(CLEAT, &format!("file:{}", file("cleat"))),
+        nbd_client(NBDKIT, &nbdkit, "nbdkit.sock", 12, ""),
         nbd_client("nbd-client, qemu-nbd", &qemu, "qemu-nbd.sock", 13, ""),
         nbd_client(
             "nbd-client, nbd-server",
@@ -179,10 +226,7 @@ fn files() -> Vec<Contestant> {
 
 fn memory() -> Vec<Contestant> {
     let nbdkit = format!("nbdkit -U /tmp/memory.sock memory {SIZE}");
-    vec![
-        cleat("cleat", &format!("mem:{SIZE}")),
-        nbd_client("nbd-client, nbdkit", &nbdkit, "memory.sock", 12, ""),
-    ]
+    vec![cleat(CLEAT, &format!("mem:{SIZE}")), nbd_client(NBDKIT, &nbdkit, "memory.sock", 12, "")]
 }
 
 /// Images of one Ceph cluster, which is in the machine.
@@ -197,8 +241,8 @@ fn images() -> Vec<Contestant> {
     let client = format!("--conf {conf} --id {ID} --keyring {keyring}");
     let device = shell(&format!("rbd-nbd map {POOL}/rbd-nbd {client}"));
     vec![
-        cleat("cleat", &format!("rbd:{POOL}/cleat?conf={conf}&keyring={keyring}&id={ID}")),
-        Contestant { name: "rbd-nbd", end: format!("rbd-nbd unmap {device}"), device },
+        cleat(CLEAT, &format!("rbd:{POOL}/cleat?conf={conf}&keyring={keyring}&id={ID}")),
+        Contestant { name: RBD_NBD, end: format!("rbd-nbd unmap {device}"), device },
     ]
 }
 

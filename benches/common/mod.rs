@@ -5,6 +5,8 @@
 pub mod client;
 pub mod fio;
 pub mod histogram;
+mod plot;
+pub mod report;
 
 use std::path::Path;
 use std::process::Child;

@@ -12,24 +12,12 @@ use nix::sys::resource::{UsageWho, getrusage};
 use crate::common::client::{Client, Figures, Load};
 use crate::common::fio::Fio;
 use crate::common::histogram::Histogram;
+use crate::common::report::{BARE, CLEAT, FIO, Measurement, NBD_SERVER, NBDKIT, QEMU_NBD};
 use crate::common::{Server, cpu_seconds};
-use crate::rows::{
-    BARE, CLEAT, FIO, Group, LARGE_WRITE, NBD_SERVER, NBDKIT, NO_POLLING, OTHER, QEMU_NBD, Row,
-};
+use crate::rows::{Group, LARGE_WRITE, NO_POLLING, OTHER, Row};
 
 /// The size of each volume, in bytes.
 const SIZE: u64 = 256 << 20;
-
-/// What one contestant has reached in one round.
-#[derive(Debug, Clone)]
-pub struct Measurement {
-    /// Operations per second, of all connections.
-    pub rate: f64,
-    /// The CPU time of the server per operation, in microseconds.
-    pub cpu_us: f64,
-    /// The median, the 99th and the 99.9th percentile in microseconds; `None` where fio measures.
-    pub latency_us: Option<[f64; 3]>,
-}
 
 /// One or more servers of a kind with their clients, or a process that is both.
 pub struct Contestant {

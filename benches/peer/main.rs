@@ -25,17 +25,18 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod contestants;
-mod plot;
-mod report;
 mod rows;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use common::number;
-use contestants::{Contestant, Measurement, Setup};
-use report::{Report, Result};
+use common::report::{Measurement, Report, Result};
+use contestants::{Contestant, Setup};
 use rows::{ROWS, Row};
+
+/// How the figures are measured, for the report.
+const CONDITIONS: &str = "Unix sockets. CPU is that of the server.";
 
 fn main() {
     let (rounds, time) = (number("ROUNDS", 5.0) as usize, number("SECONDS", 0.7));
@@ -45,7 +46,7 @@ fn main() {
     let wanted: Vec<&Row> = ROWS.iter().filter(is_wanted).collect();
     assert!(!wanted.is_empty(), "ONLY={only}: no row has this in its name");
     let setup = Setup::new();
-    let mut report = Report::new(rounds, time);
+    let mut report = Report::new(CONDITIONS, rounds, time);
     for rows in wanted.chunk_by(|one, next| one.group == next.group) {
         let mut contestants = setup.contestants(rows[0].group);
         for row in rows {
@@ -74,7 +75,7 @@ fn measure(row: &Row, contestants: &mut [Contestant], rounds: usize, time: Durat
         }
     }
     let names = contestants.iter().map(|contestant| contestant.name.clone());
-    Result::new(row, names.zip(measurements).collect())
+    Result::new(row.name, row.must, names.zip(measurements).collect())
 }
 
 /// The directory for the report.

@@ -1,6 +1,7 @@
 //! What is measured, and what has to hold.
 
 use crate::common::client::Load;
+use crate::common::report::{BARE, FIO, Must, NBDKIT};
 
 /// Contestants that are started together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,34 +30,11 @@ pub struct Row {
     pub must: &'static [Must],
 }
 
-/// A bound on the median of a ratio.
-#[derive(Debug, Clone, Copy)]
-pub enum Must {
-    /// The first contestant's rate relative to that of this one is at least this.
-    Rate(&'static str, f64),
-    /// The first contestant's rate relative to that of the fastest other server is at least this. Limits and
-    /// other builds of cleat do not count.
-    FastestPeer(f64),
-    /// The first contestant's CPU time per operation relative to that of this one is at most this.
-    Cpu(&'static str, f64),
-}
-
 use Must::{Cpu, FastestPeer, Rate};
 
-pub const CLEAT: &str = "cleat";
 pub const OTHER: &str = "cleat, other build";
 pub const NO_POLLING: &str = "cleat, no polling";
 pub const LARGE_WRITE: &str = "cleat, no large write";
-pub const BARE: &str = "bare server in C";
-pub const NBDKIT: &str = "nbdkit";
-pub const QEMU_NBD: &str = "qemu-nbd";
-pub const NBD_SERVER: &str = "nbd-server";
-pub const FIO: &str = "fio, no server";
-
-/// Returns whether a contestant is another NBD server that people use.
-pub fn is_peer(name: &str) -> bool {
-    [NBDKIT, QEMU_NBD, NBD_SERVER].contains(&name)
-}
 
 const fn row(
     group: Group,

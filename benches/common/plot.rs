@@ -2,8 +2,7 @@
 
 use std::fmt::Write as _;
 
-use crate::report::Result;
-use crate::rows::{BARE, CLEAT, FIO};
+use super::report::{BARE, CLEAT, FIO, Result};
 
 const WIDTH: usize = 980;
 /// The place of the first bar, after the names.

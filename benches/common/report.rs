@@ -1,4 +1,4 @@
-//! The report: Markdown, JSON, and a plot.
+//! The report of a benchmark in which servers take turns: Markdown, JSON, and a plot.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -7,13 +7,47 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::common::median;
-use crate::contestants::Measurement;
-use crate::plot;
-use crate::rows::{Must, Row, is_peer};
+use super::{median, plot};
+
+pub const CLEAT: &str = "cleat";
+pub const BARE: &str = "bare server in C";
+pub const NBDKIT: &str = "nbdkit";
+pub const QEMU_NBD: &str = "qemu-nbd";
+pub const NBD_SERVER: &str = "nbd-server";
+pub const FIO: &str = "fio, no server";
+
+/// What one contestant has reached in one round.
+#[derive(Debug, Clone)]
+pub struct Measurement {
+    /// Operations per second, of all connections.
+    pub rate: f64,
+    /// The CPU time per operation, in microseconds.
+    pub cpu_us: f64,
+    /// The median, the 99th and the 99.9th percentile in microseconds; `None` where they are not measured.
+    pub latency_us: Option<[f64; 3]>,
+}
+
+/// A bound on the median of a ratio.
+#[derive(Debug, Clone, Copy)]
+pub enum Must {
+    /// The first contestant's rate relative to that of this one is at least this.
+    Rate(&'static str, f64),
+    /// The first contestant's rate relative to that of the fastest other server is at least this. Limits and
+    /// other builds of cleat do not count.
+    FastestPeer(f64),
+    /// The first contestant's CPU time per operation relative to that of this one is at most this.
+    Cpu(&'static str, f64),
+}
+
+/// Returns whether a contestant is another NBD server that people use.
+fn is_peer(name: &str) -> bool {
+    [NBDKIT, QEMU_NBD, NBD_SERVER].contains(&name)
+}
 
 /// The results of a run.
 pub struct Report {
+    /// How it was measured, as a sentence.
+    conditions: &'static str,
     machine: Vec<(&'static str, String)>,
     rounds: usize,
     time: Duration,
@@ -50,7 +84,11 @@ struct Check {
 
 impl Result {
     /// Calculates medians from the measurements of each contestant, the first of which is compared with the others.
-    pub fn new(row: &Row, measurements: Vec<(String, Vec<Measurement>)>) -> Self {
+    pub fn new(
+        name: &'static str,
+        must: &[Must],
+        measurements: Vec<(String, Vec<Measurement>)>,
+    ) -> Self {
         let first = measurements[0].1.clone();
         let figures: Vec<Figures> = measurements
             .into_iter()
@@ -64,8 +102,8 @@ impl Result {
                 Figures { name, rate, ratio, cpu_us, latency_us, rounds }
             })
             .collect();
-        let checks = row.must.iter().filter_map(|must| check(*must, &figures)).collect();
-        Self { name: row.name, figures, checks }
+        let checks = must.iter().filter_map(|must| check(*must, &figures)).collect();
+        Self { name, figures, checks }
     }
 
     /// Returns the results as lines for a terminal.
@@ -114,7 +152,7 @@ impl Result {
 
 impl Report {
     /// Begins a report with the state of the machine.
-    pub fn new(rounds: usize, time: Duration) -> Self {
+    pub fn new(conditions: &'static str, rounds: usize, time: Duration) -> Self {
         let machine = vec![
             ("processor", processor()),
             ("kernel", read("/proc/sys/kernel/osrelease")),
@@ -125,7 +163,7 @@ impl Report {
             ("nbd-server", first_line("nbd-server", &["-V"])),
             ("fio", first_line("fio", &["--version"])),
         ];
-        Self { machine, rounds, time, results: Vec::new(), skipped: Vec::new() }
+        Self { conditions, machine, rounds, time, results: Vec::new(), skipped: Vec::new() }
     }
 
     /// Writes `report.md`, `report.json` and `report.svg`.
@@ -158,9 +196,10 @@ impl Report {
         }
         write!(
             text,
-            "\nUnix sockets. Medians of {} rounds of {:.1} s after one round that does not count; the contestants \
-             take turns. A ratio is the median of the ratios within one round. CPU is that of the server.\n\n\
+            "\n{} Medians of {} rounds of {:.1} s after one round that does not count; the contestants take turns. \
+             A ratio is the median of the ratios within one round.\n\n\
              ![rates](report.svg)\n\n## Bounds\n\n| row | ratio | bound | measured | |\n|---|---|---|---|---|\n",
+            self.conditions,
             self.rounds,
             self.time.as_secs_f64()
         )
