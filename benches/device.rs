@@ -26,7 +26,7 @@ use test_kit::ceph::{Cluster, ID, POOL};
 use common::client::Load;
 use common::fio::Fio;
 use common::number;
-use common::report::{CLEAT, Measurement, Must, Report, Result};
+use common::report::{CLEAT, Measurement, Must, REVISION, Report, Result, revision};
 
 /// Set in the machine.
 const GUEST: &str = "CLEAT_BENCH_GUEST";
@@ -127,7 +127,7 @@ fn boot() {
     let mut machine = Command::new(root.join("tests/vm/run"));
     machine.args(["--memory", "3G", "--cpus", "2", "--timeout", "3600"]);
     machine.arg("--out").arg(&results).arg("--payload").arg(payload.path());
-    machine.args(["--", "env", &format!("{GUEST}=1")]);
+    machine.args(["--", "env", &format!("{GUEST}=1"), &format!("{REVISION}={}", revision())]);
     for name in ["ROUNDS", "SECONDS"] {
         machine.args(std::env::var(name).map(|value| format!("{name}={value}")));
     }
