@@ -52,49 +52,41 @@ struct Row {
     must: &'static [Must],
 }
 
-const fn row(name: &'static str, writes_percent: u64, depth: usize, must: &'static [Must]) -> Row {
-    Row { name, writes_percent, depth, must }
+/// The loads of a group of devices, with what cleat must reach relative to one of them.
+macro_rules! rows {
+    ($group:literal, $peer:ident) => {
+        [
+            Row {
+                name: concat!($group, ": 4K random read, depth 1"),
+                writes_percent: 0,
+                depth: 1,
+                must: &[],
+            },
+            Row {
+                name: concat!($group, ": 4K random read, depth 32"),
+                writes_percent: 0,
+                depth: 32,
+                must: &[Must::Rate($peer, BOUND)],
+            },
+            Row {
+                name: concat!($group, ": 4K random write, depth 1"),
+                writes_percent: 100,
+                depth: 1,
+                must: &[],
+            },
+            Row {
+                name: concat!($group, ": 4K random write, depth 32"),
+                writes_percent: 100,
+                depth: 32,
+                must: &[Must::Rate($peer, BOUND)],
+            },
+        ]
+    };
 }
 
-const fn group(names: [&'static str; 4], must: &'static [Must]) -> [Row; 4] {
-    let [read, deep_read, write, deep_write] = names;
-    [
-        row(read, 0, 1, &[]),
-        row(deep_read, 0, 32, must),
-        row(write, 100, 1, &[]),
-        row(deep_write, 100, 32, must),
-    ]
-}
-
-const FILE_ROWS: [Row; 4] = group(
-    [
-        "file: 4K random read, depth 1",
-        "file: 4K random read, depth 32",
-        "file: 4K random write, depth 1",
-        "file: 4K random write, depth 32",
-    ],
-    &[Must::Rate(NBDKIT, BOUND)],
-);
-
-const MEMORY_ROWS: [Row; 4] = group(
-    [
-        "memory: 4K random read, depth 1",
-        "memory: 4K random read, depth 32",
-        "memory: 4K random write, depth 1",
-        "memory: 4K random write, depth 32",
-    ],
-    &[Must::Rate(NBDKIT, BOUND)],
-);
-
-const IMAGE_ROWS: [Row; 4] = group(
-    [
-        "RBD image: 4K random read, depth 1",
-        "RBD image: 4K random read, depth 32",
-        "RBD image: 4K random write, depth 1",
-        "RBD image: 4K random write, depth 32",
-    ],
-    &[Must::Rate(RBD_NBD, BOUND)],
-);
+const FILE_ROWS: [Row; 4] = rows!("file", NBDKIT);
+const MEMORY_ROWS: [Row; 4] = rows!("memory", NBDKIT);
+const IMAGE_ROWS: [Row; 4] = rows!("RBD image", RBD_NBD);
 
 /// A device, and how it is removed.
 struct Contestant {

@@ -110,7 +110,7 @@ pub struct FileWindow {
 struct Place {
     /// The number of the part, plus 1; 0 if no part is mapped here.
     part: AtomicU64,
-    /// When the first of the proofs was given.
+    /// When the first of the proofs was given; 0 if nothing was ever mapped here.
     since_ms: AtomicU64,
     /// A bit for each block.
     proofs: [AtomicU64; 2],

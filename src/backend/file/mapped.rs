@@ -108,7 +108,12 @@ impl Mapped {
         if !is_short(request) {
             return;
         }
-        if let Some(window) = self.mapping.0.get_or_init(|| FileWindow::new().ok()) {
+        let new = || {
+            FileWindow::new()
+                .inspect_err(|error| tracing::info!("all reads go to the ring: {error}"))
+                .ok()
+        };
+        if let Some(window) = self.mapping.0.get_or_init(new) {
             let (part, skip) = place(request);
             window.prove(part, &self.file, request.offset - skip, skip, index(request.length));
         }

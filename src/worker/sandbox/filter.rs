@@ -182,6 +182,7 @@ const ANY: &[c_long] = &[
     libc::SYS_preadv2,
     libc::SYS_pwrite64,
     libc::SYS_pwritev,
+    // What the page cache has of a mapped file.
     cleat_sys::page_cache::SYS_CACHESTAT,
     // Sizes and holes.
     libc::SYS_fallocate,
