@@ -55,7 +55,7 @@ use super::{
     Completer, Extents, Handover, HandoverFiles, HandoverState, Image, ImageQueue,
     OpenOptions as Options, Resize, Shrink, SizeChecks, VolumeIdentity, Waker,
 };
-use at_once::AtOnce;
+use at_once::{AtOnce, PagesAtOnce};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Extent, Features};
 use cleat_sys::block;
@@ -238,6 +238,8 @@ impl Image for FileImage {
         let block = self.blocks.minimum;
         let mut queue = FileQueue::new(slot, block, abilities, syncer, completer.clone());
         queue.at_once = self.writes_at_once.then(|| AtOnce::new(Arc::clone(&self.file)));
+        let reads_pages = self.mapping.is_some();
+        queue.pages_at_once = reads_pages.then(|| PagesAtOnce::new(Arc::clone(&self.file)));
         let mapped =
             |mapping: &Arc<Mapping>| Mapped::new(Arc::clone(&self.file), Arc::clone(mapping));
         queue.mapped = self.mapping.as_ref().map(mapped);

@@ -6,7 +6,8 @@
 //! Buffers for long reads of a volume that fills pipes have one, as far as there are pipes.
 
 use cleat_sys::buffer::{Buffer, HEADROOM};
-use cleat_sys::page_pipe::PagePipe;
+
+use super::pipes::{PIPED_FROM, Pipes};
 
 /// Smallest capacity handed out; the classes double from here.
 const SMALLEST: usize = 4096;
@@ -16,14 +17,6 @@ const CLASSES: usize = 14;
 /// The longest payload that the pool has buffers for, in bytes.
 pub(super) const LARGEST: usize = SMALLEST << (CLASSES - 1);
 
-/// The length of a read from which on it goes through a pipe, in bytes. A thread of the kernel fills the pipe, which
-/// costs more than a copy of less.
-const PIPED_FROM: usize = 128 << 10;
-
-/// The maximum number of pipes of a connection. The kernel grants 64 pipes of 1 MiB to a user
-/// (fs.pipe-user-pages-soft).
-const PIPES: usize = 8;
-
 /// Bytes that an idle connection keeps.
 const IDLE_KEEP: usize = 256 << 10;
 
@@ -31,10 +24,8 @@ const IDLE_KEEP: usize = 256 << 10;
 #[derive(Debug)]
 pub(super) struct BufferPool {
     free: [Vec<Buffer>; CLASSES],
-    /// Pipes that are not in use, all empty.
-    pipes: Vec<PagePipe>,
-    /// The number of pipes that may still be made.
-    unmade_pipes: usize,
+    /// `None` if the volume does not fill pipes.
+    pipes: Option<Pipes>,
     budget: usize,
     used: usize,
     kept: usize,
@@ -49,8 +40,7 @@ impl BufferPool {
     pub(super) fn new(budget: usize) -> Self {
         Self {
             free: Default::default(),
-            pipes: Vec::new(),
-            unmade_pipes: 0,
+            pipes: None,
             budget,
             used: 0,
             kept: 0,
@@ -61,24 +51,18 @@ impl BufferPool {
 
     /// Gives buffers pipes from now on.
     pub(super) fn allow_pipes(&mut self) {
-        self.unmade_pipes = PIPES;
+        self.pipes = Some(Pipes::new());
     }
 
     /// As [`BufferPool::take`], for the payload of a read.
     pub(super) fn take_for_read(&mut self, len: usize) -> Option<Buffer> {
         let mut buffer = self.take(len)?;
         if len >= PIPED_FROM
-            && let Some(pipe) = self.pipes.pop().or_else(|| self.make_pipe())
+            && let Some(pipe) = self.pipes.as_mut().and_then(|pipes| pipes.take(buffer.capacity()))
         {
             buffer.attach_pipe(pipe);
         }
         Some(buffer)
-    }
-
-    fn make_pipe(&mut self) -> Option<PagePipe> {
-        self.unmade_pipes = self.unmade_pipes.checked_sub(1)?;
-        // Without a pipe, the read needs one copy more.
-        PagePipe::new().ok()
     }
 
     /// A buffer with a payload of `len` bytes, at most [`LARGEST`], of any content; `None` while
@@ -114,8 +98,8 @@ impl BufferPool {
     /// Takes a buffer back.
     pub(super) fn give(&mut self, mut buffer: Buffer) {
         self.used -= footprint(&buffer);
-        if let Some(pipe) = buffer.take_pipe() {
-            self.give_pipe(pipe);
+        if let (Some(pipe), Some(pipes)) = (buffer.take_pipe(), &mut self.pipes) {
+            pipes.give(pipe, buffer.capacity());
         }
         buffer.clear_header();
         let class = class(buffer.capacity());
@@ -123,13 +107,6 @@ impl BufferPool {
         if fits && SMALLEST << class == buffer.capacity() {
             self.kept += footprint(&buffer);
             self.free[class].push(buffer);
-        }
-    }
-
-    fn give_pipe(&mut self, mut pipe: PagePipe) {
-        match pipe.drain() {
-            Ok(()) => self.pipes.push(pipe),
-            Err(_) => self.unmade_pipes += 1,
         }
     }
 
@@ -153,7 +130,7 @@ impl BufferPool {
     pub(super) fn trim_if_idle(&mut self) {
         if self.watched.take() == Some(self.taken_count) {
             self.trim(IDLE_KEEP);
-            self.unmade_pipes += self.pipes.drain(..).count();
+            self.pipes.iter_mut().for_each(Pipes::trim);
         }
     }
 

@@ -18,8 +18,6 @@ mod connection;
 mod control;
 pub mod handover;
 mod in_flight;
-#[cfg(test)]
-mod instructions;
 mod limiter;
 mod limits;
 mod link;
@@ -28,6 +26,7 @@ mod modifications;
 mod negotiation;
 mod pages;
 mod paused;
+mod pipes;
 mod policy;
 mod polling;
 mod receive_buffer;

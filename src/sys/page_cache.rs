@@ -2,6 +2,8 @@
 
 use std::os::fd::{AsFd, AsRawFd};
 
+use crate::page_pipe::page_size;
+
 /// The number of cachestat(2) on x86_64 and aarch64, which the C library does not know yet.
 pub const SYS_CACHESTAT: libc::c_long = 451;
 
@@ -42,6 +44,27 @@ pub(crate) fn cached_pages(file: impl AsFd, offset: u64, length: u64) -> Option<
     (result == 0).then_some(counts.cached)
 }
 
+/// Returns whether the page cache has all of a range of a file, so that a read of it does not wait for the disk. False, too, if
+/// that is not known. Only of the last page is it known that it is not being read any more: the kernel reads ahead in order.
+pub fn is_cached(file: impl AsFd, offset: u64, length: u64) -> bool {
+    let pages = (offset + length).div_ceil(page_size()) - offset / page_size();
+    length > 0
+        && cached_pages(&file, offset, length) == Some(pages)
+        && has_data(&file, offset + length - 1)
+}
+
+/// Returns whether a byte of a file can be read without waiting for the disk.
+fn has_data(file: impl AsFd, offset: u64) -> bool {
+    let Ok(offset) = libc::off_t::try_from(offset) else { return false };
+    let mut byte = 0_u8;
+    let part = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
+    // SAFETY: the kernel stores one byte in `byte`.
+    let read = unsafe {
+        libc::preadv2(file.as_fd().as_raw_fd(), &raw const part, 1, offset, libc::RWF_NOWAIT)
+    };
+    read == 1
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::Write;
@@ -59,5 +82,7 @@ mod tests {
         }
         assert_eq!(cached_pages(&file, 0, 1 << 20), Some(3));
         assert_eq!(cached_pages(&file, 4096, 4096), Some(1));
+        assert!(is_cached(&file, 4095, 2 * 4096 + 1) && !is_cached(&file, 4095, 2 * 4096 + 2));
+        assert!(!is_cached(&file, 0, 0));
     }
 }

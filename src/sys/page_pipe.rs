@@ -15,10 +15,6 @@ mod raw {
     nix::ioctl_read_bad!(siocoutq, libc::TIOCOUTQ, libc::c_int);
 }
 
-/// The capacity of a pipe in bytes. It is the most that the kernel grants to a user without privileges
-/// (fs.pipe-max-size).
-const CAPACITY: usize = 1 << 20;
-
 /// A pipe that holds references to pages. Neither end blocks.
 #[derive(Debug)]
 pub struct PagePipe {
@@ -30,13 +26,13 @@ pub struct PagePipe {
 }
 
 impl PagePipe {
-    /// Makes an empty pipe for up to 1 MiB, or for less if the system does not allow it.
+    /// Makes an empty pipe for `capacity` bytes, or for less if the system does not allow it.
     ///
     /// # Errors
     /// Returns the errors of pipe2(2), for example `EMFILE`.
-    pub fn new() -> io::Result<Self> {
+    pub fn new(capacity: usize) -> io::Result<Self> {
         let (output, input) = pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)?;
-        let wanted = libc::c_int::try_from(CAPACITY).expect("1 MiB fits an int");
+        let wanted = libc::c_int::try_from(capacity).map_err(|_| io::ErrorKind::InvalidInput)?;
         // EPERM if the pipes of the user take too much (fs.pipe-user-pages-soft).
         let _ = fcntl(&input, FcntlArg::F_SETPIPE_SZ(wanted));
         let capacity = fcntl(&input, FcntlArg::F_GETPIPE_SZ)?;
@@ -63,6 +59,20 @@ impl PagePipe {
     /// The end that the ring fills.
     pub(crate) fn input(&self) -> BorrowedFd<'_> {
         self.input.as_fd()
+    }
+
+    /// Puts up to `limit` bytes of a file at `offset` into the pipe, and returns how many. They are not recorded with
+    /// [`PagePipe::filled`]. Blocks while pages are read from the disk, but not if the pipe is full.
+    ///
+    /// # Errors
+    /// Returns the errors of splice(2), for example `EAGAIN` if the pipe is full.
+    pub fn fill(&self, file: impl AsFd, offset: u64, limit: usize) -> io::Result<usize> {
+        let (from, to) = (file.as_fd().as_raw_fd(), self.input.as_raw_fd());
+        let mut offset = i64::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
+        let (at, none, flags) = (&raw mut offset, std::ptr::null_mut(), libc::SPLICE_F_NONBLOCK);
+        // SAFETY: both descriptors and the offset exist during the call, and the null pointer stands for no offset.
+        let moved = unsafe { libc::splice(from, at, to, none, limit, flags) };
+        usize::try_from(moved).map_err(|_| io::Error::last_os_error())
     }
 
     /// Records that `bytes` bytes have been put into the pipe.
@@ -107,7 +117,7 @@ impl PagePipe {
 }
 
 /// Returns the size of a page in bytes. The C library knows it without a system call.
-fn page_size() -> u64 {
+pub(crate) fn page_size() -> u64 {
     sysconf(SysconfVar::PAGE_SIZE).ok().flatten().map_or(4096, i64::cast_unsigned)
 }
 
@@ -128,7 +138,7 @@ mod tests {
 
     #[test]
     fn a_range_needs_a_place_for_each_page_that_it_touches() {
-        let pipe = PagePipe::new().unwrap();
+        let pipe = PagePipe::new(1 << 20).unwrap();
         let whole = usize::try_from(pipe.pages * page_size()).unwrap();
         assert!(whole >= 64 << 10, "{whole}");
         assert!(pipe.fits(2 * page_size(), whole) && !pipe.fits(2 * page_size(), whole + 1));

@@ -15,6 +15,7 @@ mod fixture;
 mod flaky;
 mod foreign_threads;
 mod handover;
+mod instructions;
 mod interop;
 mod limits;
 mod outage;

@@ -93,6 +93,24 @@ fn replies_that_leave_make_room_for_the_next_requests() {
     }
 }
 
+/// Reads of 32 to 64 KiB have pipes of their own, of which there are fewer than requests here.
+#[test]
+fn many_reads_of_any_length_are_answered_in_full() {
+    let (fixture, _file) = serve();
+    let mut client = fixture.connect();
+    let reads: Vec<(usize, usize)> =
+        (0..100).map(|number| (number * 40_008, (16 << 10) + number * 1000)).collect();
+    for (cookie, (offset, length)) in (0..).zip(&reads) {
+        client.send(wire::READ, cookie, *offset as u64, *length as u32);
+    }
+    for _ in &reads {
+        let (cookie, result) = client.reply();
+        assert_eq!(result, Ok(()));
+        let (offset, length) = reads[cookie as usize];
+        assert!(client.take(length) == content(offset, length), "{cookie}");
+    }
+}
+
 #[test]
 fn a_stop_and_a_lost_client_end_a_connection_with_unsent_pages() {
     let (fixture, _file) = serve();

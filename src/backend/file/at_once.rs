@@ -1,10 +1,13 @@
-//! Short writes on the thread of the connection.
+//! Short writes, and long reads of the page cache, on the thread of the connection.
 //!
 //! ext4 cannot say whether a buffered write would block, so io_uring gives each of them to a thread of the kernel. For a short
 //! write to the page cache, the two wake-ups take several times as long as the write. But a write may block, for example
 //! because too many pages are dirty, and the other requests of its connection wait then. So after a slow write the next
 //! ones go through the ring. So do those of a client that sends many at the same time: threads of the kernel carry them out
 //! on other processors.
+//!
+//! io_uring gives every read into a pipe to a thread of the kernel, too, because splice(2) cannot say whether it would block. It
+//! blocks only where the page cache lacks pages, or has some that are still being read; what the page cache has is asked before.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -12,15 +15,20 @@ use std::time::{Duration, Instant};
 
 use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::request::{Op, Request};
+use cleat_sys::page_cache::is_cached;
+use cleat_sys::page_pipe::PagePipe;
 use nix::sys::uio::pwrite;
+
+use super::super::index;
 
 /// The maximum length of a write at once, in bytes.
 const MAX_LENGTH: u64 = 64 << 10;
 
-/// A write that takes as long as this is slow. The copy takes 20 µs at most.
+/// An operation that takes as long as this is slow. The copy of the longest write takes 20 µs, and to find the pages of the
+/// longest read as much.
 const SLOW: Duration = Duration::from_micros(500);
 
-/// The writes that go through the ring after a slow one.
+/// The operations that go through the ring after a slow one.
 const PAUSE: u32 = 256;
 
 /// A write that begins so soon after the end of the last one was there already: no client answers as fast.
@@ -40,8 +48,7 @@ pub(super) fn pays(file_system: i64, direct: bool) -> bool {
 /// The writes at once of one connection.
 pub(super) struct AtOnce {
     file: Arc<File>,
-    /// The number of the next writes that go through the ring.
-    pause: u32,
+    pause: Pause,
     /// The end of the last write, and the writes before the next one that were there already.
     ended: Option<Instant>,
     run: u32,
@@ -49,7 +56,7 @@ pub(super) struct AtOnce {
 
 impl AtOnce {
     pub(super) fn new(file: Arc<File>) -> Self {
-        Self { file, pause: 0, ended: None, run: 0 }
+        Self { file, pause: Pause::default(), ended: None, run: 0 }
     }
 
     /// Writes `bytes` if the request is a short write, if few others wait, and if the last one was not slow. Returns the
@@ -58,8 +65,7 @@ impl AtOnce {
         if request.op != Op::Write || request.length > MAX_LENGTH {
             return None;
         }
-        if self.pause > 0 {
-            self.pause -= 1;
+        if self.pause.applies() {
             return None;
         }
         let began = SystemClock.now();
@@ -84,8 +90,53 @@ impl AtOnce {
 
     fn took(&mut self, began: Instant, ended: Instant) {
         self.ended = Some(ended);
+        self.pause.took(began, ended);
+    }
+}
+
+/// The reads into pipes at once of one connection.
+pub(super) struct PagesAtOnce {
+    file: Arc<File>,
+    pause: Pause,
+}
+
+impl PagesAtOnce {
+    pub(super) fn new(file: Arc<File>) -> Self {
+        Self { file, pause: Pause::default() }
+    }
+
+    /// Puts the range of a read into `pipe`, if the page cache has it, and if the last one was not slow. Returns the number of
+    /// bytes, or the negative errno, as the ring does.
+    pub(super) fn splice(&mut self, request: &Request, pipe: &PagePipe) -> Option<i32> {
+        if self.pause.applies() || !is_cached(&self.file, request.offset, request.length) {
+            return None;
+        }
+        let began = SystemClock.now();
+        let moved = pipe.fill(&self.file, request.offset, index(request.length));
+        self.pause.took(began, SystemClock.now());
+        Some(match moved {
+            Ok(moved) => i32::try_from(moved).ok()?,
+            Err(error) => -error.raw_os_error().unwrap_or(libc::EIO),
+        })
+    }
+}
+
+/// The number of the next operations that go through the ring, because one was slow.
+#[derive(Default)]
+struct Pause(u32);
+
+impl Pause {
+    /// Counts an operation. Returns whether it goes through the ring.
+    fn applies(&mut self) -> bool {
+        let applies = self.0 > 0;
+        self.0 = self.0.saturating_sub(1);
+        applies
+    }
+
+    /// Begins a pause if an operation was slow.
+    fn took(&mut self, began: Instant, ended: Instant) {
         if ended.saturating_duration_since(began) >= SLOW {
-            self.pause = PAUSE;
+            self.0 = PAUSE;
         }
     }
 }
@@ -112,6 +163,27 @@ mod tests {
         }
         at_once.ended = None;
         assert_eq!(at_once.write(&write, &bytes), Some(65536));
+    }
+
+    #[test]
+    fn no_read_is_made_at_once_for_a_time_after_a_slow_one() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(1 << 20).unwrap();
+        pwrite(&file, &vec![1; 65536], 0).unwrap();
+        let is_known = is_cached(&file, 0, 65536);
+        let (pipe, mut at_once) =
+            (PagePipe::new(1 << 20).unwrap(), PagesAtOnce::new(Arc::new(file)));
+        let read =
+            |offset| Request { op: Op::Read, flags: Flags::default(), offset, length: 65536 };
+        let result = is_known.then_some(65536);
+        assert_eq!(at_once.splice(&read(0), &pipe), result);
+        assert_eq!(at_once.splice(&read(65536), &pipe), None, "the page cache has nothing of it");
+        let now = SystemClock.now();
+        at_once.pause.took(now, now + SLOW);
+        for _ in 0..PAUSE {
+            assert_eq!(at_once.splice(&read(0), &pipe), None);
+        }
+        assert_eq!(at_once.splice(&read(0), &pipe), result);
     }
 
     #[test]

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::super::{Completer, ImageQueue, Outcome, RequestId, Started, index};
-use super::at_once::AtOnce;
+use super::at_once::{AtOnce, PagesAtOnce};
 use super::mapped::{Mapped, Waiting};
 use super::space::FreeSpace;
 use super::sync::Syncer;
@@ -30,6 +30,10 @@ const SLOW_ALLOCATION: u64 = 32 << 20;
 
 /// The maximum length in bytes of the read-ahead for one CACHE, which also occupies a kernel thread.
 const MAX_READ_AHEAD: u64 = 8 << 20;
+
+/// The length in bytes of a read from which on the ring puts it into a pipe. A thread of the kernel does it, which costs more than a
+/// copy of less.
+const RING_SPLICE: u64 = 128 << 10;
 
 const PUNCH_HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
 const ZERO_RANGE: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
@@ -97,6 +101,8 @@ pub(super) struct FileQueue {
     syncer: Arc<Syncer>,
     /// Writes that need no ring.
     pub(super) at_once: Option<AtOnce>,
+    /// Reads into pipes that need no ring.
+    pub(super) pages_at_once: Option<PagesAtOnce>,
     /// Reads that need no ring.
     pub(super) mapped: Option<Mapped>,
     completer: Completer,
@@ -131,6 +137,7 @@ impl FileQueue {
             abilities,
             syncer,
             at_once: None,
+            pages_at_once: None,
             mapped: None,
             completer,
             tasks: Vec::new(),
@@ -155,14 +162,13 @@ impl FileQueue {
             self.tasks.resize_with(index + 1, || None);
         }
         let attempted = request.length;
-        let task = Task { request, step, progress: 0, attempted, abandoned: false, buffer: None };
-        let written = match (&mut self.at_once, &buffer) {
-            (Some(at_once), Some(buffer)) if self.in_ring == 0 => {
-                at_once.write(&request, buffer.payload())
-            }
-            _ => None,
-        };
-        let outcome = match written {
+        let mut task =
+            Task { request, step, progress: 0, attempted, abandoned: false, buffer: None };
+        let done = buffer.as_ref().and_then(|buffer| self.at_once(&task, buffer));
+        if done.is_none() && step == Step::Splice && request.length < RING_SPLICE {
+            task.step = Step::Transfer;
+        }
+        let outcome = match done {
             Some(result) => self.after(id, task, result, buffer, ring),
             None => {
                 self.tasks[index] = Some(task);
@@ -170,6 +176,16 @@ impl FileQueue {
             }
         };
         outcome.inspect(|_| self.tasks[index] = None)
+    }
+
+    /// Executes the first step of a request on this thread, if that pays. Returns its result.
+    fn at_once(&mut self, task: &Task, buffer: &Buffer) -> Option<i32> {
+        match task.step {
+            Step::Splice if task.request.length >= RING_SPLICE => None,
+            Step::Splice => self.pages_at_once.as_mut()?.splice(&task.request, buffer.pipe()?),
+            _ if self.in_ring > 0 => None,
+            _ => self.at_once.as_mut()?.write(&task.request, buffer.payload()),
+        }
     }
 
     /// Informs the mapping of the result of an operation.

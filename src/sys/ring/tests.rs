@@ -205,7 +205,7 @@ fn pages_go_from_a_file_to_a_socket() {
     file.write_all(&content).unwrap();
     let mut ring = Ring::new(8).unwrap();
     let (offset, len) = (4096 + 512, 300_000);
-    let pipe = PagePipe::new().unwrap();
+    let pipe = PagePipe::new(1 << 20).unwrap();
     let (result, mut buffer) = fill(&mut ring, &file, pipe, offset, len);
     assert_eq!(usize::try_from(result), Ok(len));
     let pipe = buffer.pipe_mut().unwrap();
@@ -230,7 +230,8 @@ fn a_pipe_is_empty_after_a_drain() {
     file.write_all(&vec![2; 200_000]).unwrap();
     let mut ring = Ring::new(8).unwrap();
     // It ends with the file.
-    let (result, mut buffer) = fill(&mut ring, &file, PagePipe::new().unwrap(), 4096, 300_000);
+    let (result, mut buffer) =
+        fill(&mut ring, &file, PagePipe::new(1 << 20).unwrap(), 4096, 300_000);
     assert_eq!(result, 200_000);
     let mut pipe = buffer.take_pipe().unwrap();
     pipe.filled(200_000);

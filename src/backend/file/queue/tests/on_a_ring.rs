@@ -4,6 +4,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
+use cleat_sys::page_cache::is_cached;
 use cleat_sys::page_pipe::PagePipe;
 
 use super::*;
@@ -219,7 +220,7 @@ fn a_queue_that_ends_leaves_no_request_for_the_next_sync() {
 fn a_read_that_a_pipe_does_not_take_is_read_into_memory() {
     let mut bench = Bench::new(4, Abilities::new(false, false, false));
     let mut full = Buffer::zeroed(1 << 20);
-    full.attach_pipe(PagePipe::new().unwrap());
+    full.attach_pipe(PagePipe::new(1 << 20).unwrap());
     let file = bench.queue.file;
     bench.ring.splice(file, full, 8192, 0, Token(1)).unwrap();
     bench.ring.submit_and_wait().unwrap();
@@ -227,9 +228,9 @@ fn a_read_that_a_pipe_does_not_take_is_read_into_memory() {
     let mut pipe = completion.buffer.unwrap().take_pipe().unwrap();
     pipe.filled(usize::try_from(completion.result).unwrap());
 
-    let mut buffer = Buffer::zeroed(64 << 10);
+    let mut buffer = Buffer::zeroed(128 << 10);
     buffer.attach_pipe(pipe);
-    let request = Request { op: Op::Read, flags: NONE, offset: 4096, length: 64 << 10 };
+    let request = Request { op: Op::Read, flags: NONE, offset: 4096, length: 128 << 10 };
     bench.queue.start(7, request, Some(buffer), &mut bench.ring);
     bench.running = 1;
     bench.run();
@@ -244,7 +245,7 @@ fn pages_of_a_file_go_into_the_pipe_of_a_read() {
     for (direct, op) in [(false, Op::Read), (true, Op::Read), (false, Op::Write)] {
         let mut bench = Bench::new(4, Abilities::new(false, direct, false));
         let mut buffer = Buffer::zeroed(128 << 10);
-        buffer.attach_pipe(PagePipe::new().unwrap());
+        buffer.attach_pipe(PagePipe::new(1 << 20).unwrap());
         let request = Request { op, flags: NONE, offset: 1 << 20, length: 128 << 10 };
         bench.queue.start(7, request, Some(buffer), &mut bench.ring);
         bench.running = 1;
@@ -253,6 +254,34 @@ fn pages_of_a_file_go_into_the_pipe_of_a_read() {
         let buffer = bench.ended[0].1.buffer.as_ref().unwrap();
         assert_eq!(buffer.is_in_pipe(), !direct && op == Op::Read);
         assert_eq!(bench.queue.fills_pipes(), !direct);
+    }
+}
+
+/// From 128 KiB on, a thread of the kernel does it.
+#[test]
+fn pages_of_a_short_read_go_into_the_pipe_at_once_if_the_page_cache_has_them() {
+    let mut bench = Bench::new(4, Abilities::new(false, false, false));
+    bench.file.set_len(SIZE + (64 << 10)).unwrap();
+    bench.queue.pages_at_once = Some(PagesAtOnce::new(Arc::clone(&bench.file)));
+    // Not before Linux 6.5, and not on overlayfs.
+    let are_known = is_cached(&bench.file, 0, 64 << 10);
+    for (offset, is_there) in [(0, are_known), (4095, are_known), (SIZE, false)] {
+        let mut buffer = Buffer::zeroed(64 << 10);
+        buffer.attach_pipe(PagePipe::new(1 << 20).unwrap());
+        let request = Request { op: Op::Read, flags: NONE, offset, length: 64 << 10 };
+        let buffer = match bench.queue.start(7, request, Some(buffer), &mut bench.ring) {
+            Started::Done(outcome) => {
+                assert!(is_there && outcome.result == Ok(()));
+                outcome.buffer.unwrap()
+            }
+            Started::Pending => {
+                assert!(!is_there);
+                bench.running = 1;
+                bench.run();
+                bench.ended.pop().unwrap().1.buffer.unwrap()
+            }
+        };
+        assert_eq!(buffer.is_in_pipe(), is_there);
     }
 }
 
