@@ -2,7 +2,8 @@
 //! file in the page cache. Two servers with the same structure (one receive, parse all requests, read them from the
 //! file at the same time, copy the replies into one buffer, one send) differ only in the library that drives the
 //! ring. The third server is the complete data path of `cleat serve`. The file is in the directory for temporary files
-//! (`TMPDIR`).
+//! (`TMPDIR`). `ROUNDS` (5) and `SECONDS` (0.7) change the number of rounds and the length of a measurement. The report
+//! (Markdown, JSON, and a plot as SVG) is below `target/bench/runtime`.
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -19,14 +20,16 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixListener;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion, FileSlot, Ring, Token};
 use cleat_sys::send_list::SendList;
-use common::client::UNIT;
-use common::{Server, compare};
+use common::client::{Client, READS, UNIT};
+use common::report::{CLEAT, Measurement, Report, Result};
+use common::{Server, cpu_seconds, number};
 use futures::future::join_all;
 use test_kit::nbd::wire::{READ, REQUEST_LEN, Request, encode_reply};
 
@@ -39,6 +42,21 @@ const FIRST_READ: u64 = 16;
 /// The highest depth that is measured, and so the most reads in a batch.
 const MOST_READS: u32 = 128;
 
+/// The rows and their depths.
+const MEMORY: [(&str, usize); 3] = [
+    ("mem: 4K random read, depth 1", 1),
+    ("mem: 4K random read, depth 32", 32),
+    ("mem: 4K random read, depth 128", MOST_READS as usize),
+];
+const FILE: [(&str, usize); 3] = [
+    ("file: 4K random read, depth 1", 1),
+    ("file: 4K random read, depth 32", 32),
+    ("file: 4K random read, depth 128", MOST_READS as usize),
+];
+
+/// How the figures are measured, for the report.
+const CONDITIONS: &str = "Unix sockets. CPU is that of the server.";
+
 fn main() {
     let arguments: Vec<String> = std::env::args().collect();
     let server = arguments.get(1).map(String::as_str);
@@ -49,40 +67,93 @@ fn main() {
             _ => serve_tokio(Path::new(&arguments[2]), &mut volume),
         };
     }
+    let (rounds, time) = (number("ROUNDS", 5.0) as usize, number("SECONDS", 0.7));
+    let time = Duration::from_secs_f64(time);
+    let mut report = Report::new(CONDITIONS, rounds, time);
     let dir = tempfile::tempdir().unwrap();
-    measure(&dir.path().join("memory"), None);
-    measure(&dir.path().join("file"), Some(&dir.path().join("volume")));
+    let volumes = [("memory", None, MEMORY), ("file", Some(dir.path().join("volume")), FILE)];
+    for (name, file, rows) in volumes {
+        let servers = Servers::start(&dir.path().join(name), file.as_deref());
+        let mut clients = servers.clients();
+        for (row, depth) in rows {
+            let result = servers.measure(&mut clients, row, depth, rounds, time);
+            println!("{}", result.text());
+            report.results.push(result);
+        }
+    }
+    let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap().join("bench/runtime");
+    std::fs::create_dir_all(&directory).unwrap();
+    report.write(&directory);
+    println!("the report: {}", directory.join("report.md").display());
 }
 
-/// Measures the three servers, with their sockets in `dir`, which is created; with `file` as the volume, or with memory.
-fn measure(dir: &Path, file: Option<&Path>) {
-    std::fs::create_dir(dir).unwrap();
-    if let Some(file) = file {
-        File::create(file).unwrap().set_len(SIZE as u64).unwrap();
+/// The name, the server and the socket of each contestant.
+struct Servers([(&'static str, Server, PathBuf); 3]);
+
+impl Servers {
+    /// Starts the three servers, with their sockets in `dir`, which is created; with `file` as the volume, or with memory.
+    fn start(dir: &Path, file: Option<&Path>) -> Self {
+        std::fs::create_dir(dir).unwrap();
+        if let Some(file) = file {
+            File::create(file).unwrap().set_len(SIZE as u64).unwrap();
+        }
+        let spec = file.map_or("mem:256M".to_owned(), |file| format!("file:{}", file.display()));
+        let socket = dir.join("cleat");
+        let mut whole = Command::new(env!("CARGO_BIN_EXE_cleat"));
+        whole.args(["serve", &spec, "--socket"]).arg(&socket).stdout(Stdio::null());
+        let whole = (CLEAT, Server::Child(whole.spawn().unwrap()), socket);
+        let small = |name, mode: &str| {
+            let socket = dir.join(mode);
+            let this = std::env::current_exe().unwrap();
+            let child = Command::new(this).arg(mode).arg(&socket).args(file).spawn().unwrap();
+            (name, Server::Child(child), socket)
+        };
+        Self([
+            whole,
+            small("io_uring, small loop", "serve-raw"),
+            small("tokio-uring, small loop", "serve-tokio"),
+        ])
     }
-    let start = |mode: &str| {
-        let socket = dir.join(mode);
-        let this = std::env::current_exe().unwrap();
-        let child = Command::new(this).arg(mode).arg(&socket).args(file).spawn().unwrap();
-        (Server::Child(child), socket)
-    };
-    let ((raw, raw_socket), (tokio, tokio_socket)) = (start("serve-raw"), start("serve-tokio"));
-    let whole_socket = dir.join("whole");
-    let spec = file.map_or("mem:256M".to_owned(), |file| format!("file:{}", file.display()));
-    let whole = Command::new(env!("CARGO_BIN_EXE_cleat"))
-        .args(["serve", &spec, "--socket"])
-        .arg(&whole_socket)
-        .stdout(Stdio::null())
-        .spawn()
-        .unwrap();
-    let whole = Server::Child(whole);
-    let servers = [
-        ("raw io_uring", &raw, &*raw_socket),
-        ("tokio-uring", &tokio, &*tokio_socket),
-        ("cleat serve", &whole, &*whole_socket),
-    ];
-    println!("{spec}");
-    compare(&servers, &[1, 32, MOST_READS as usize]);
+
+    /// Connects a client to each server, and fills the volumes.
+    fn clients(&self) -> Vec<Client> {
+        let clients = self.0.iter().map(|(_, _, socket)| Client::connect(socket));
+        let mut clients: Vec<Client> = clients.collect();
+        clients.iter_mut().for_each(Client::fill);
+        clients
+    }
+
+    /// Measures the servers in turns. The first of a round is the last one of the next round, and a first round does not count.
+    fn measure(
+        &self,
+        clients: &mut [Client],
+        row: &'static str,
+        depth: usize,
+        rounds: usize,
+        time: Duration,
+    ) -> Result {
+        let mut measurements = vec![Vec::new(); self.0.len()];
+        for round in 0..=rounds {
+            for turn in 0..self.0.len() {
+                let index = (round + turn) % self.0.len();
+                let pid = self.0[index].1.id();
+                let before = cpu_seconds(pid);
+                let figures = clients[index].run(READS, depth, time);
+                let cpu_us = (cpu_seconds(pid) - before) * 1e6 / figures.count as f64;
+                let percentile_us = |share| figures.latency.percentile_ns(share) as f64 / 1e3;
+                let latency_us = Some([0.5, 0.99, 0.999].map(percentile_us));
+                if round > 0 {
+                    measurements[index].push(Measurement {
+                        rate: figures.rate,
+                        cpu_us,
+                        latency_us,
+                    });
+                }
+            }
+        }
+        let names = self.0.iter().map(|(name, _, _)| (*name).to_owned());
+        Result::new(row, &[], names.zip(measurements).collect())
+    }
 }
 
 /// What the two small servers serve.

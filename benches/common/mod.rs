@@ -8,13 +8,9 @@ pub mod histogram;
 mod plot;
 pub mod report;
 
-use std::path::Path;
 use std::process::Child;
-use std::time::Duration;
 
 use nix::sys::signal::Signal;
-
-use self::client::{Client, READS};
 
 /// Returns the CPU time that a process and its descendants have used, in seconds.
 pub fn cpu_seconds(pid: u32) -> f64 {
@@ -62,40 +58,6 @@ impl Drop for Server {
         test_kit::process::kill(self.id(), Signal::SIGKILL);
         if let Self::Child(child) = self {
             let _ = child.wait();
-        }
-    }
-}
-
-/// Measures the servers in alternating rounds and prints medians: reads per second, and the server's CPU
-/// time per read. Also prints the ratio of the first server's rate to that of each server.
-pub fn compare(servers: &[(&str, &Server, &Path)], depths: &[usize]) {
-    let rounds = number("ROUNDS", 5.0) as usize;
-    let time = Duration::from_millis(700);
-    let mut clients: Vec<Client> =
-        servers.iter().map(|(_, _, socket)| Client::connect(socket)).collect();
-    clients.iter_mut().for_each(Client::fill);
-    println!("4 KiB random reads, unix socket, one connection; medians of {rounds}");
-    println!(
-        "{:>6} {:<14} {:>12} {:>12} {:>7}",
-        "depth", "server", "reads/s", "ns CPU/read", "first/"
-    );
-    for &depth in depths {
-        let mut iops = vec![Vec::new(); servers.len()];
-        let mut cpu_ns = vec![Vec::new(); servers.len()];
-        for _ in 0..rounds {
-            for (index, (_, server, _)) in servers.iter().enumerate() {
-                let before = cpu_seconds(server.id());
-                let figures = clients[index].run(READS, depth, time);
-                let used = cpu_seconds(server.id()) - before;
-                iops[index].push(figures.rate);
-                cpu_ns[index].push(used * 1e9 / figures.count as f64);
-            }
-        }
-        let medians: Vec<f64> = iops.iter_mut().map(|values| median(values)).collect();
-        for (index, (name, _, _)) in servers.iter().enumerate() {
-            let (iops, cpu) = (medians[index], median(&mut cpu_ns[index]));
-            let ratio = medians[0] / iops;
-            println!("{depth:>6} {name:<14} {iops:>12.0} {cpu:>12.0} {ratio:>6.2}x");
         }
     }
 }

@@ -56,7 +56,7 @@ const K: usize = 1 << 10;
 
 use Group::{AfterLargeWrite, Direct, File, FourConnections, FourVolumes, Memory};
 
-pub const ROWS: [Row; 30] = [
+pub const ROWS: [Row; 31] = [
     row(Memory, "mem: 4K random read, depth 1", 0, 4 * K, 1, &[FastestPeer(1.15)]),
     row(Memory, "mem: 4K random read, depth 2", 0, 4 * K, 2, &[FastestPeer(1.15)]),
     row(Memory, "mem: 4K random read, depth 8", 0, 4 * K, 8, &[Rate(BARE, 0.8)]),
@@ -78,8 +78,8 @@ pub const ROWS: [Row; 30] = [
     ),
     row(Memory, "mem: 4K random write, depth 1", 100, 4 * K, 1, &[FastestPeer(1.15)]),
     row(Memory, "mem: 4K random write, depth 2", 100, 4 * K, 2, &[FastestPeer(1.15)]),
-    row(Memory, "mem: 4K random write, depth 32", 100, 4 * K, 32, &[]),
-    row(Memory, "mem: 4K random, 30 % writes, depth 32", 30, 4 * K, 32, &[]),
+    row(Memory, "mem: 4K random write, depth 32", 100, 4 * K, 32, &[Cpu(NBDKIT, 0.5)]),
+    row(Memory, "mem: 4K random, 30 % writes, depth 32", 30, 4 * K, 32, &[Cpu(NBDKIT, 0.5)]),
     row(File, "file: 4K random read, depth 1", 0, 4 * K, 1, &[FastestPeer(1.15)]),
     row(File, "file: 4K random read, depth 2", 0, 4 * K, 2, &[FastestPeer(1.15)]),
     row(File, "file: 4K random read, depth 8", 0, 4 * K, 8, &[]),
@@ -102,7 +102,8 @@ pub const ROWS: [Row; 30] = [
         32,
         &[Rate(NBDKIT, 2.0), Cpu(NBDKIT, 0.5)],
     ),
-    row(File, "file: 4K random, 30 % writes, depth 32", 30, 4 * K, 32, &[]),
+    row(File, "file: 4K random, 30 % writes, depth 32", 30, 4 * K, 32, &[Cpu(NBDKIT, 0.5)]),
+    row(File, "file: 64K random read, depth 8", 0, 64 * K, 8, &[]),
     row(File, "file: 256K random read, depth 8", 0, 256 * K, 8, &[Rate(NBDKIT, 2.2)]),
     row(File, "file: 256K random write, depth 8", 100, 256 * K, 8, &[Rate(NBDKIT, 1.6)]),
     sequential(row(File, "file: 64K sequential read, depth 8", 0, 64 * K, 8, &[])),

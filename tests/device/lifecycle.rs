@@ -12,6 +12,7 @@ use crate::trial;
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial("row_40_map_prints_the_device_and_unmap_frees_it", row_40_map_and_unmap),
+        trial("the_kernel_has_the_block_size_of_the_mapping", block_size),
         trial("map_returns_with_the_links_of_existing_partitions", existing_partitions),
         trial("mapping_is_idempotent_and_conflicts_are_refused", idempotence),
         trial("unmap_is_refused_while_held_naming_the_holder", refused_while_held),
@@ -45,6 +46,18 @@ fn row_40_map_and_unmap() {
     assert!(!Path::new("/dev/disk/by-id/cleat-scratch").is_symlink(), "the symlink is still there");
     assert_eq!(shell("pgrep -cf '[c]leat worker' || true"), "0", "a worker was left behind");
     cleat_ok(&["unmap", "scratch"]);
+}
+
+fn block_size() {
+    let _node = Node::start();
+    for (name, options, size) in
+        [("default", &[][..], "512 512"), ("chosen", &["--block-size", "4096"], "4096 4096")]
+    {
+        let device = cleat_ok(&[&["map", "mem:64M", "--name", name], options].concat());
+        assert_eq!(shell(&format!("echo $(blockdev --getss --getpbsz {device})")), size);
+    }
+    let refused = cleat(&["map", "mem:64M", "--name", "odd", "--block-size", "1000"]);
+    assert_eq!(refused.status.code(), Some(2), "{refused:?}");
 }
 
 fn existing_partitions() {
