@@ -9,7 +9,8 @@
 //! measured. The CPU time of raw librbd includes the start of fio.
 //!
 //! `WITH='rbd_non_blocking_aio=true,debug_rbd=20/20'` adds another cleat with these options of Ceph.
-//! `BINARY`, with or without `WITH`, is the executable of that cleat instead of this build.
+//! `BINARY`, with or without `WITH`, is the executable of that cleat instead of this build. `NO_POLLING=1` adds cleat
+//! without busy polling.
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -137,11 +138,14 @@ impl Setup {
     /// Starts the contestants. This build of cleat, the reference of the comparison, is the first.
     fn contestants(&self) -> Vec<Contestant> {
         let ours = env!("CARGO_BIN_EXE_cleat");
-        let mut all = vec![self.cleat("cleat", ours, "")];
+        let mut all = vec![self.cleat("cleat", ours, "", "auto")];
+        if std::env::var("NO_POLLING").is_ok() {
+            all.push(self.cleat("cleat, no poll", ours, "", "off"));
+        }
         let (binary, with) = (std::env::var("BINARY"), std::env::var("WITH"));
         if binary.is_ok() || with.is_ok() {
             let (binary, with) = (binary.as_deref().unwrap_or(ours), with.unwrap_or_default());
-            all.push(self.cleat("cleat, other", binary, &with));
+            all.push(self.cleat("cleat, other", binary, &with, "auto"));
         }
         all.push(self.qemu_nbd("qemu, none", &["--cache=none"]));
         all.push(self.qemu_nbd("qemu, default", &[]));
@@ -149,7 +153,7 @@ impl Setup {
         all
     }
 
-    fn cleat(&self, name: &str, binary: &str, options: &str) -> Contestant {
+    fn cleat(&self, name: &str, binary: &str, options: &str, busy_poll: &str) -> Contestant {
         let (image, socket) = self.image(name);
         let (conf, keyring) = (self.conf(), self.cluster.keyring(ID));
         let (conf, keyring) = (conf.display(), keyring.display());
@@ -158,7 +162,7 @@ impl Setup {
             uri += &format!("&config.{option}");
         }
         let mut command = Command::new(binary);
-        command.arg("serve").arg(uri).arg("--socket").arg(&socket);
+        command.arg("serve").arg(uri).args(["--busy-poll", busy_poll, "--socket"]).arg(&socket);
         Contestant::server(name, command, &socket)
     }
 
@@ -189,7 +193,7 @@ impl Setup {
 
     /// Makes an image for a contestant. Returns its name and the path of a socket for its server.
     fn image(&self, contestant: &str) -> (String, PathBuf) {
-        let name = contestant.replace(", ", "-");
+        let name = contestant.replace([',', ' '], "-");
         self.pool.create(&name, SIZE, &NewImage::default()).unwrap();
         let socket = self.dir.path().join(&name);
         (name, socket)

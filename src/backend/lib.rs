@@ -326,6 +326,13 @@ pub trait ImageQueue {
         None
     }
 
+    /// Executes a write whose payload the caller keeps, if that needs no buffer and no wait. Returns whether the write has ended
+    /// with success. If it has not, the caller starts it, also where a part of it was executed.
+    fn store(&mut self, request: &Request, payload: &[u8]) -> bool {
+        let _ = (request, payload);
+        false
+    }
+
     /// Called after some requests were started, before the caller waits for anything. Appends the requests that have ended by
     /// the call to `done`. A queue can so begin several requests together. It must begin all of them now, so a queue that
     /// holds back writes must also take back, in [`ImageQueue::abandon`], what it has not begun.

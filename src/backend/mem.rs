@@ -275,6 +275,13 @@ impl Memory {
         Err(IoError::Invalid)
     }
 
+    fn write(&self, request: &Request, payload: &[u8]) -> Result<(), IoError> {
+        self.pieces(request.offset, request.length, |memory, at, range| {
+            memory.write_at(at, &payload[indices(range)]);
+            Ok(())
+        })
+    }
+
     fn zero(&self, request: &Request, keep: bool) -> Result<(), IoError> {
         self.pieces(request.offset, request.length, |memory, offset, range| {
             let length = range.end - range.start;
@@ -301,10 +308,7 @@ impl MemQueue {
                 memory.read_at(at, &mut buffer.payload_mut()[indices(range)]);
                 Ok(())
             }),
-            (Op::Write, Some(buffer)) => self.memory.pieces(offset, length, |memory, at, range| {
-                memory.write_at(at, &buffer.payload()[indices(range)]);
-                Ok(())
-            }),
+            (Op::Write, Some(buffer)) => self.memory.write(request, buffer.payload()),
             (Op::Read | Op::Write, None) => Err(IoError::Invalid),
             (Op::Trim, _) => self.memory.zero(request, false),
             // To keep a large range allocated, every page of it is touched, which is not fast.
@@ -331,6 +335,10 @@ impl ImageQueue for MemQueue {
 
     fn lend(&mut self, request: &Request) -> Option<SharedPart> {
         self.memory.part(request.offset, request.length)
+    }
+
+    fn store(&mut self, request: &Request, payload: &[u8]) -> bool {
+        self.memory.write(request, payload).is_ok()
     }
 
     fn on_ring(&mut self, _: Completion, _: &mut Ring) -> Option<(RequestId, Outcome)> {

@@ -447,7 +447,7 @@ impl Connection {
         {
             return self.end_reading(End::Closed);
         }
-        if self.requests.answer_from_memory(cookie, &request) {
+        if self.requests.answer_from_memory(cookie, &request) || self.store(cookie, &request) {
             return;
         }
         match self.requests.take_buffer(&request) {
@@ -456,6 +456,17 @@ impl Connection {
             }
             buffer => self.requests.start(cookie, request, buffer, self.link.ring()),
         }
+    }
+
+    /// Executes a write right from the receive buffer, if its payload has arrived and the backend can do so. Returns whether it
+    /// has.
+    fn store(&mut self, cookie: u64, request: &Request) -> bool {
+        let Some(payload) = self.receiving.payload(request) else { return false };
+        let stored = self.requests.store(cookie, request, payload);
+        if stored {
+            self.receiving.payload_taken(request);
+        }
+        stored
     }
 
     fn start_write(&mut self, write: Write) {

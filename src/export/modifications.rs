@@ -116,7 +116,9 @@ impl Modifications {
         if request.op.modifies() {
             let range = &self.own.ranges[id as usize];
             range.end.store(0, Ordering::Release);
-            if range.is_answered.swap(false, Ordering::Release) {
+            // Only this thread changes it. An exchange would wait until the processor has stored what was just written.
+            if range.is_answered.load(Ordering::Relaxed) {
+                range.is_answered.store(false, Ordering::Release);
                 self.own.answered.fetch_sub(1, Ordering::Release);
             }
         }

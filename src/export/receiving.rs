@@ -62,6 +62,18 @@ impl Receiving {
         self.held.as_ref().map(|(_, request)| request)
     }
 
+    /// Returns the payload of the write that was just parsed, if all of it has arrived.
+    pub(super) fn payload(&self, request: &Request) -> Option<&[u8]> {
+        let length = usize::try_from(request.length).ok()?;
+        self.buffer.unread().get(..length).filter(|_| request.op == Op::Write)
+    }
+
+    /// Passes over the payload of the write that was just parsed, which has arrived and is executed.
+    pub(super) fn payload_taken(&mut self, request: &Request) {
+        self.parser.payload_taken(request.length);
+        self.buffer.consume(usize::try_from(request.length).unwrap_or(usize::MAX));
+    }
+
     /// Collects the payload of a write into `buffer`, whose length is the payload's.
     pub(super) fn begin_write(&mut self, cookie: u64, request: Request, buffer: Buffer) {
         self.buffer.begin_write(cookie, request, buffer);

@@ -146,6 +146,26 @@ impl Requests {
         true
     }
 
+    /// Executes a write whose payload has arrived, if the backend needs no buffer for it. Returns whether it has; if not, the write
+    /// must be started.
+    pub(super) fn store(&mut self, cookie: u64, request: &Request, payload: &[u8]) -> bool {
+        if self.retries.in_outage() || !self.in_flight.has_room() {
+            return false;
+        }
+        let started_ns = self.now_ns;
+        let request = *request;
+        let running = Running { cookie, request, started_ns, answered: false, retried: false };
+        let id = self.in_flight.insert(running);
+        self.modifications.started(id, &request, started_ns);
+        let stored = self.backend.queue.store(&request, payload);
+        self.modifications.ended(id, &request);
+        let running = self.in_flight.remove(id);
+        if stored {
+            self.answer(&running, Ok(()), None);
+        }
+        stored
+    }
+
     /// Starts a request that has arrived, with its buffer.
     pub(super) fn start(
         &mut self,

@@ -34,7 +34,7 @@ fn a_request_takes_few_instructions() {
     }
     for (volume, command, depth, most) in [
         ("mem", READ, 32, 1500),   // 1164
-        ("mem", WRITE, 32, 2800),  // 2259
+        ("mem", WRITE, 32, 1900),  // 1501
         ("file", READ, 128, 3300), // 2643, on tmpfs 2663
     ] {
         let (few, many) = (50, 150);
