@@ -1,9 +1,7 @@
 //! `cargo bench --bench rbd`: compares `cleat serve` on an RBD image with raw librbd (fio's rbd engine) and
 //! with qemu-nbd on librbd, on one cluster, in alternating rounds.
 //!
-//! Each contestant has an image of the same layout, filled with data, and the same ceph.conf. Each round starts all
-//! contestants anew, with the images of others, because where the OSD has the data of an image in memory makes a
-//! difference. qemu-nbd
+//! Each contestant has its own image of the same layout, filled with data, and the same ceph.conf. qemu-nbd
 //! is measured with `--cache=none`, where it answers a write after replication like the others, and without
 //! options, where librbd's cache writes through until the first flush. The client of the NBD servers
 //! batches requests (`common`) over a unix socket; with `FIO=1` it is fio's nbd engine, which uses more CPU
@@ -65,53 +63,39 @@ const ROWS: [Row; 6] = [
 fn main() {
     let setup = Setup::new();
     let osd = setup.osd();
+    let mut contestants = setup.contestants();
     let rounds = number("ROUNDS", 5.0) as usize;
     let time = Duration::from_secs_f64(number("SECONDS", 2.0));
     let only = std::env::var("ONLY").unwrap_or_default();
-    let rows: Vec<&Row> = ROWS.iter().filter(|row| row.name.contains(&only)).collect();
-    let mut names = Vec::new();
-    // For each row and contestant: the rate, and the CPU time of the server, the client and the OSD in microseconds.
-    let mut figures = vec![Vec::new(); rows.len()];
-    for round in 0..rounds {
-        let mut contestants = setup.contestants(round);
-        let count = contestants.len();
-        let mut turns: Vec<usize> = (0..count).map(|turn| (round + turn) % count).collect();
-        if round % 2 == 1 {
-            turns.reverse();
-        }
-        for (row, figures) in rows.iter().zip(&mut figures) {
-            figures.resize_with(count, || [const { Vec::new() }; 4]);
-            for index in &turns {
-                let now = contestants[*index].measure(row.load, row.depth, time, osd);
-                figures[*index].iter_mut().zip(now).for_each(|(values, now)| values.push(now));
-            }
-        }
-        names = contestants.into_iter().map(Contestant::end).collect();
-    }
     println!("medians of {rounds} rounds of {time:?}; CPU in µs per operation");
     println!(
         "  {:<14}{:>9}{:>10}{:>10}{:>9}{:>9}{:>9}",
         "", "per s", "cleat is", "server", "client", "OSD", "all"
     );
-    for (row, figures) in rows.iter().zip(&mut figures) {
-        println!("{}", row.name);
-        print(&names, figures);
-    }
-}
-
-/// Prints the medians of a row.
-fn print(names: &[String], figures: &mut [[Vec<f64>; 4]]) {
-    let ours = figures[0][0].clone();
-    for (name, figures) in names.iter().zip(figures) {
-        // Ratios within one round, because other load on the machine changes between rounds.
-        let mut ratios: Vec<f64> =
-            ours.iter().zip(&figures[0]).map(|(ours, theirs)| ours / theirs).collect();
-        let (ratio, [rate, server, client, osd]) =
-            (median(&mut ratios), figures.each_mut().map(|values| median(values)));
-        let all = server + client + osd;
-        println!(
-            "  {name:<14}{rate:>9.0}{ratio:>9.2}x{server:>10.1}{client:>9.1}{osd:>9.1}{all:>9.1}"
-        );
+    for Row { name, load, depth } in ROWS.iter().filter(|row| row.name.contains(&only)) {
+        // The rate, and the CPU time of the server, the client and the OSD in microseconds.
+        let mut figures = vec![[const { Vec::new() }; 4]; contestants.len()];
+        for round in 0..rounds {
+            // The first contestant of a round is the last one in the next round.
+            for turn in 0..contestants.len() {
+                let index = (round + turn) % contestants.len();
+                let now = contestants[index].measure(*load, *depth, time, osd);
+                figures[index].iter_mut().zip(now).for_each(|(values, now)| values.push(now));
+            }
+        }
+        println!("{name}");
+        let ours = figures[0][0].clone();
+        for (contestant, figures) in contestants.iter().zip(&mut figures) {
+            // Ratios within one round, because other load on the machine changes between rounds.
+            let mut ratios: Vec<f64> =
+                ours.iter().zip(&figures[0]).map(|(ours, theirs)| ours / theirs).collect();
+            let (ratio, [rate, server, client, osd]) =
+                (median(&mut ratios), figures.each_mut().map(|values| median(values)));
+            let (name, all) = (&contestant.name, server + client + osd);
+            println!(
+                "  {name:<14}{rate:>9.0}{ratio:>9.2}x{server:>10.1}{client:>9.1}{osd:>9.1}{all:>9.1}"
+            );
+        }
     }
 }
 
@@ -152,66 +136,52 @@ impl Setup {
     }
 
     /// Starts the contestants. This build of cleat, the reference of the comparison, is the first.
-    fn contestants(&self, round: usize) -> Vec<Contestant> {
+    fn contestants(&self) -> Vec<Contestant> {
         let ours = env!("CARGO_BIN_EXE_cleat");
-        let mut starts: Vec<Start<'_>> = vec![self.cleat("cleat", ours, "", "auto")];
+        let mut all = vec![self.cleat("cleat", ours, "", "auto")];
         if std::env::var("NO_POLLING").is_ok() {
-            starts.push(self.cleat("cleat, no poll", ours, "", "off"));
+            all.push(self.cleat("cleat, no poll", ours, "", "off"));
         }
         let (binary, with) = (std::env::var("BINARY"), std::env::var("WITH"));
         if binary.is_ok() || with.is_ok() {
-            let binary = binary.unwrap_or_else(|_| ours.to_owned());
-            starts.push(self.cleat("cleat, other", &binary, &with.unwrap_or_default(), "auto"));
+            let (binary, with) = (binary.as_deref().unwrap_or(ours), with.unwrap_or_default());
+            all.push(self.cleat("cleat, other", binary, &with, "auto"));
         }
-        starts.push(self.qemu_nbd("qemu, none", &["--cache=none"]));
-        starts.push(self.qemu_nbd("qemu, default", &[]));
-        starts.push(Box::new(|image| self.raw(image)));
-        let count = starts.len();
-        let start =
-            |(index, start): (usize, Start<'_>)| start(&self.image((index + round) % count));
-        starts.into_iter().enumerate().map(start).collect()
+        all.push(self.qemu_nbd("qemu, none", &["--cache=none"]));
+        all.push(self.qemu_nbd("qemu, default", &[]));
+        all.push(self.raw());
+        all
     }
 
-    fn cleat<'a>(
-        &'a self,
-        name: &'static str,
-        binary: &str,
-        options: &str,
-        busy_poll: &'static str,
-    ) -> Start<'a> {
+    fn cleat(&self, name: &str, binary: &str, options: &str, busy_poll: &str) -> Contestant {
+        let (image, socket) = self.image(name);
         let (conf, keyring) = (self.conf(), self.cluster.keyring(ID));
-        let mut parameters =
-            format!("conf={}&id={ID}&keyring={}", conf.display(), keyring.display());
+        let (conf, keyring) = (conf.display(), keyring.display());
+        let mut uri = format!("rbd:{POOL}/{image}?conf={conf}&id={ID}&keyring={keyring}");
         for option in options.split(',').filter(|option| !option.is_empty()) {
-            parameters += &format!("&config.{option}");
+            uri += &format!("&config.{option}");
         }
-        let binary = binary.to_owned();
-        Box::new(move |image| {
-            let (socket, uri) = (self.socket(name), format!("rbd:{POOL}/{image}?{parameters}"));
-            let mut command = Command::new(&binary);
-            command.arg("serve").arg(uri).args(["--busy-poll", busy_poll, "--socket"]).arg(&socket);
-            Contestant::server(name, command, &socket)
-        })
+        let mut command = Command::new(binary);
+        command.arg("serve").arg(uri).args(["--busy-poll", busy_poll, "--socket"]).arg(&socket);
+        Contestant::server(name, command, &socket)
     }
 
-    fn qemu_nbd<'a>(&'a self, name: &'static str, options: &'static [&'static str]) -> Start<'a> {
-        Box::new(move |image| {
-            let socket = self.socket(name);
-            let volume = format!("rbd:{POOL}/{image}:id={ID}:conf={}", self.conf().display());
-            let mut command = Command::new("qemu-nbd");
-            command.args(["--persistent", "--format=raw"]).args(options);
-            command.arg("--socket").arg(&socket).arg(volume);
-            Contestant::server(name, command, &socket)
-        })
+    fn qemu_nbd(&self, name: &str, options: &[&str]) -> Contestant {
+        let (image, socket) = self.image(name);
+        let volume = format!("rbd:{POOL}/{image}:id={ID}:conf={}", self.conf().display());
+        let mut command = Command::new("qemu-nbd");
+        command.args(["--persistent", "--format=raw"]).args(options);
+        command.arg("--socket").arg(&socket).arg(volume);
+        Contestant::server(name, command, &socket)
     }
 
-    fn raw(&self, name: &str) -> Contestant {
-        let uri = format!(
-            "--ioengine=rbd --rbdname={name} --pool={POOL} --clientname={ID} --size={SIZE}"
-        );
+    fn raw(&self) -> Contestant {
+        self.image("raw");
+        let uri =
+            format!("--ioengine=rbd --rbdname=raw --pool={POOL} --clientname={ID} --size={SIZE}");
         let fio = Fio::new(&uri, Some(self.conf()));
         // Another client fills the image.
-        let image = self.pool.open(name, None, librbd::Open::Write).unwrap();
+        let image = self.pool.open("raw", None, librbd::Open::Write).unwrap();
         let (sender, completed) = std::sync::mpsc::channel();
         let mut submitter = image.submitter(1, move |completion| sender.send(completion).unwrap());
         for offset in (0..SIZE).step_by(4 << 20) {
@@ -221,24 +191,14 @@ impl Setup {
         Contestant { name: "raw librbd".to_owned(), kind: Kind::Process(fio) }
     }
 
-    /// Returns the name of an image, which is made if it does not exist.
-    fn image(&self, number: usize) -> String {
-        let name = format!("image-{number}");
-        // It exists after the first round.
-        let _ = self.pool.create(&name, SIZE, &NewImage::default());
-        name
-    }
-
-    /// Returns the path of a socket for a server. There is none yet.
-    fn socket(&self, contestant: &str) -> PathBuf {
-        let socket = self.dir.path().join(contestant.replace([',', ' '], "-"));
-        let _ = std::fs::remove_file(&socket);
-        socket
+    /// Makes an image for a contestant. Returns its name and the path of a socket for its server.
+    fn image(&self, contestant: &str) -> (String, PathBuf) {
+        let name = contestant.replace([',', ' '], "-");
+        self.pool.create(&name, SIZE, &NewImage::default()).unwrap();
+        let socket = self.dir.path().join(&name);
+        (name, socket)
     }
 }
-
-/// Starts a contestant on an image.
-type Start<'a> = Box<dyn Fn(&str) -> Contestant + 'a>;
 
 struct Contestant {
     name: String,
@@ -270,19 +230,6 @@ impl Contestant {
             Kind::Server(server, client)
         };
         Self { name: name.to_owned(), kind }
-    }
-
-    /// Ends the server, so that it gives the lock of the image back. Returns the name.
-    fn end(self) -> String {
-        match self.kind {
-            Kind::Server(server, client) => {
-                drop(client);
-                server.end();
-            }
-            Kind::ServerFio(server, _) => server.end(),
-            Kind::Process(_) => {}
-        }
-        self.name
     }
 
     /// Measures operations per second, and the CPU time per operation in microseconds: that of the server,

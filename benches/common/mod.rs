@@ -51,14 +51,6 @@ impl Server {
             Self::Daemon(pid) => *pid,
         }
     }
-
-    /// Ends a child as a service manager does, and waits for it.
-    pub fn end(mut self) {
-        test_kit::process::kill(self.id(), Signal::SIGTERM);
-        if let Self::Child(child) = &mut self {
-            child.wait().unwrap();
-        }
-    }
 }
 
 impl Drop for Server {

@@ -19,9 +19,6 @@ use crate::rows::{Group, LARGE_WRITE, NO_POLLING, OTHER, Row};
 /// The size of each volume, in bytes.
 const SIZE: u64 = 256 << 20;
 
-/// The extension of the names of files with volumes.
-const VOLUME: &str = "volume";
-
 /// One or more servers of a kind with their clients, or a process that is both.
 pub struct Contestant {
     pub name: String,
@@ -36,13 +33,6 @@ enum Kind {
 }
 
 impl Contestant {
-    /// Writes the whole volume.
-    pub fn fill(&mut self) {
-        if let Kind::Servers { clients, .. } = &mut self.kind {
-            clients.iter_mut().for_each(Client::fill);
-        }
-    }
-
     /// Runs the load of a row with every client at the same time.
     pub fn measure(&mut self, row: &Row, time: Duration) -> Measurement {
         match &mut self.kind {
@@ -128,13 +118,8 @@ impl Setup {
         self.skipped.borrow().clone()
     }
 
-    /// Starts the contestants of a group, with new volumes, which the caller fills. The cleat that is measured is the first one.
+    /// Starts the contestants of a group and fills their volumes. The cleat that is measured is the first one.
     pub fn contestants(&self, group: Group) -> Vec<Contestant> {
-        for entry in std::fs::read_dir(self.dir.path()).unwrap().map(Result::unwrap) {
-            if entry.path().extension().is_some_and(|extension| extension == VOLUME) {
-                std::fs::remove_file(entry.path()).unwrap();
-            }
-        }
         let one = |name: &str, command: fn(&Self, &str, &Path) -> Command| {
             self.servers(name, 1, 1, |_, socket| command(self, name, socket))
         };
@@ -243,6 +228,7 @@ impl Setup {
                 clients.push(Client::connect_part(&socket, export, part, connections));
             }
         }
+        clients.iter_mut().for_each(Client::fill);
         let kind = Kind::Servers { servers, clients };
         Some(Contestant { name: name.to_owned(), kind, large_write: false })
     }
@@ -280,7 +266,7 @@ impl Setup {
 
     /// The file of a contestant, which exists.
     fn file(&self, name: &str) -> PathBuf {
-        let path = self.dir.path().join(format!("{name}.{VOLUME}"));
+        let path = self.dir.path().join(format!("{name}.volume"));
         make_file(&path);
         path
     }

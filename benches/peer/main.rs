@@ -4,10 +4,7 @@
 //!
 //! All contestants of a row have the same data and are measured in turns; each round starts with another one. A
 //! first round warms up and does not count. Ratios are medians of the ratios within one round, because other load
-//! on the machine changes between rounds. Each round has new servers and new volumes, because where the memory of a
-//! volume is makes a difference of up to a factor of 2 on a virtual machine: with the same servers in all rounds, the one
-//! that was started first had 0.4 to 0.8 of the rate of the same program that was started second. The client checks every
-//! reply, see `common::client`.
+//! on the machine changes between rounds. The client checks every reply, see `common::client`.
 //!
 //! | variable | meaning |
 //! |---|---|
@@ -35,7 +32,7 @@ use std::time::Duration;
 
 use common::number;
 use common::report::{Measurement, Report, Result};
-use contestants::Setup;
+use contestants::{Contestant, Setup};
 use rows::{ROWS, Row};
 
 /// How the figures are measured, for the report.
@@ -51,7 +48,9 @@ fn main() {
     let setup = Setup::new();
     let mut report = Report::new(CONDITIONS, rounds, time);
     for rows in wanted.chunk_by(|one, next| one.group == next.group) {
-        for result in measure(rows, &setup, rounds, time) {
+        let mut contestants = setup.contestants(rows[0].group);
+        for row in rows {
+            let result = measure(row, &mut contestants, rounds, time);
             println!("{}", result.text());
             report.results.push(result);
         }
@@ -62,35 +61,21 @@ fn main() {
     println!("the report: {}", directory.join("report.md").display());
 }
 
-/// Measures the rows of a group. Each round has another order, so that no contestant always follows the same one.
-fn measure(rows: &[&Row], setup: &Setup, rounds: usize, time: Duration) -> Vec<Result> {
-    let mut names = Vec::new();
-    // For each row, the measurements of each contestant.
-    let mut measurements = vec![Vec::new(); rows.len()];
+/// Measures a row. The first contestant of a round is the last one of the next round.
+fn measure(row: &Row, contestants: &mut [Contestant], rounds: usize, time: Duration) -> Result {
+    let mut measurements: Vec<Vec<Measurement>> = vec![Vec::new(); contestants.len()];
     for round in 0..=rounds {
-        let mut contestants = setup.contestants(rows[0].group);
-        let count = contestants.len();
-        let mut turns: Vec<usize> = (0..count).map(|turn| (round + turn) % count).collect();
-        if round % 2 == 1 {
-            turns.reverse();
-        }
-        turns.iter().for_each(|index| contestants[*index].fill());
-        for (row, measurements) in rows.iter().zip(&mut measurements) {
-            measurements.resize_with(count, Vec::new);
-            for index in &turns {
-                let measurement: Measurement = contestants[*index].measure(row, time);
-                // The first round warms up.
-                if round > 0 {
-                    measurements[*index].push(measurement);
-                }
+        for turn in 0..contestants.len() {
+            let index = (round + turn) % contestants.len();
+            let measurement = contestants[index].measure(row, time);
+            // The first round warms up.
+            if round > 0 {
+                measurements[index].push(measurement);
             }
         }
-        names = contestants.into_iter().map(|contestant| contestant.name).collect();
     }
-    let result = |(row, measurements): (&&Row, Vec<_>)| {
-        Result::new(row.name, row.must, names.iter().cloned().zip(measurements).collect())
-    };
-    rows.iter().zip(measurements).map(result).collect()
+    let names = contestants.iter().map(|contestant| contestant.name.clone());
+    Result::new(row.name, row.must, names.zip(measurements).collect())
 }
 
 /// The directory for the report.
