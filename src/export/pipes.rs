@@ -13,8 +13,8 @@ const SHORT: usize = 64 << 10;
 const LONG: usize = 1 << 20;
 
 /// The maximum number of short pipes, and of long ones. The kernel grants 64 long pipes to a user
-/// (fs.pipe-user-pages-soft), and each pipe takes two descriptors.
-const SHORT_PIPES: usize = 32;
+/// (fs.pipe-user-pages-soft). Each pipe takes two descriptors: 16 connections fit the usual limit of 1024.
+const SHORT_PIPES: usize = 20;
 const LONG_PIPES: usize = 8;
 
 /// Pipes that are not in use, all empty. They are made when they are needed first.
