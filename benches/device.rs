@@ -1,6 +1,5 @@
 //! `cargo bench --bench device`: /dev/nbdX of cleat beside those of nbd-client with other servers, and of rbd-nbd, in a
-//! virtual machine (`tests/vm/run`). fio loads each device with direct I/O, in turns; each round starts with another one, and
-//! a first round does not count. Figures are medians, and ratios are medians of the ratios within one round. The report
+//! virtual machine (`tests/vm/run`). fio loads each device with direct I/O, in turns. Figures are medians, and ratios are medians of the ratios within one round. The report
 //! (Markdown, JSON, and a plot as SVG) is below `target/bench/device`.
 //!
 //! `ROUNDS` (5) and `SECONDS` (3) change the number of rounds and the length of a measurement. Without KVM the machine is
@@ -25,8 +24,8 @@ use test_kit::ceph::{Cluster, ID, POOL};
 
 use common::client::Load;
 use common::fio::Fio;
-use common::number;
 use common::report::{CLEAT, Measurement, Must, REVISION, Report, Result, revision};
+use common::{in_rounds, number};
 
 /// Set in the machine.
 const GUEST: &str = "CLEAT_BENCH_GUEST";
@@ -143,8 +142,10 @@ fn measure_all() {
     ] {
         let contestants = make();
         contestants.iter().for_each(|contestant| fill(&contestant.device));
-        for row in rows {
-            let result = measure(row, &contestants, rounds, time);
+        let named = || contestants.iter().map(|it| (it.name.to_owned(), it)).collect();
+        let measured = in_rounds(rounds, rows, named, |row, it| measure(row, &it.device, time));
+        for (row, measured) in rows.iter().zip(measured) {
+            let result = Result::new(row.name, row.must, measured);
             println!("{}", result.text());
             report.results.push(result);
         }
@@ -153,26 +154,14 @@ fn measure_all() {
     report.write(Path::new("/out"));
 }
 
-/// Measures a row.
-fn measure(row: &Row, contestants: &[Contestant], rounds: usize, time: Duration) -> Result {
+/// Runs the load of a row.
+fn measure(row: &Row, device: &str, time: Duration) -> Measurement {
     let load = Load { writes_percent: row.writes_percent, sequential: false, block: 4096 };
-    let mut measurements = vec![Vec::new(); contestants.len()];
-    for round in 0..=rounds {
-        for turn in 0..contestants.len() {
-            let index = (round + turn) % contestants.len();
-            let device = &contestants[index].device;
-            let fio = Fio::new(&format!("--filename={device} --ioengine=libaio --direct=1"), None);
-            let before = busy_seconds();
-            let (rate, count, latency_us) = fio.run_with_latency(load, row.depth, time);
-            let cpu_us = (busy_seconds() - before) * 1e6 / count;
-            if round > 0 {
-                let latency_us = Some(latency_us);
-                measurements[index].push(Measurement { rate, cpu_us, latency_us });
-            }
-        }
-    }
-    let names = contestants.iter().map(|contestant| contestant.name.to_owned());
-    Result::new(row.name, row.must, names.zip(measurements).collect())
+    let fio = Fio::new(&format!("--filename={device} --ioengine=libaio --direct=1"), None);
+    let before = busy_seconds();
+    let (rate, count, latency_us) = fio.run_with_latency(load, row.depth, time);
+    let cpu_us = (busy_seconds() - before) * 1e6 / count;
+    Measurement { rate, cpu_us, latency_us: Some(latency_us) }
 }
 
 /// The time that the processors of the machine were not idle, in seconds.

@@ -1,7 +1,8 @@
 //! `cargo bench --bench rbd`: compares `cleat serve` on an RBD image with raw librbd (fio's rbd engine) and
 //! with qemu-nbd on librbd, on one cluster, in alternating rounds.
 //!
-//! Each contestant has its own image of the same layout, filled with data, and the same ceph.conf. qemu-nbd
+//! Each contestant has an image of the same layout, filled with data, and the same ceph.conf. In each round they start anew,
+//! and the NBD servers have other images. qemu-nbd
 //! is measured with `--cache=none`, where it answers a write after replication like the others, and without
 //! options, where librbd's cache writes through until the first flush. The client of the NBD servers
 //! batches requests (`common`) over a unix socket; with `FIO=1` it is fio's nbd engine, which uses more CPU
@@ -23,22 +24,29 @@
 
 mod common;
 
-use std::path::{Path, PathBuf};
+use std::cell::Cell;
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::client::{Client, Load};
+use common::client::{Client, Load, stamped};
 use common::fio::Fio;
-use common::{Server, cpu_seconds, median, number};
+use common::{Measured, Server, cpu_seconds, in_rounds, median, number};
 use librbd::{Config, NewImage, Pool};
 use nix::sys::resource::{UsageWho, getrusage};
+use nix::sys::signal::Signal;
 use test_kit::ceph::{Cluster, ID, POOL};
+use test_kit::process::kill;
+use test_kit::wait::wait_until;
 
 const SIZE: u64 = 512 << 20;
 
 /// The options of all contestants: a write is answered after its replication.
 const OPTIONS: &str = "[client]\nrbd_cache = false\n";
+
+/// The number of images of servers. It is prime, so that each server has another image in each round.
+const IMAGES: usize = 7;
 
 struct Row {
     name: &'static str,
@@ -63,39 +71,41 @@ const ROWS: [Row; 6] = [
 fn main() {
     let setup = Setup::new();
     let osd = setup.osd();
-    let mut contestants = setup.contestants();
     let rounds = number("ROUNDS", 5.0) as usize;
     let time = Duration::from_secs_f64(number("SECONDS", 2.0));
     let only = std::env::var("ONLY").unwrap_or_default();
+    let rows: Vec<&Row> = ROWS.iter().filter(|row| row.name.contains(&only)).collect();
+    let start = || setup.contestants();
+    let measured = in_rounds(rounds, &rows, start, |row, contestant: &mut Contestant| {
+        contestant.measure(row.load, row.depth, time, osd)
+    });
     println!("medians of {rounds} rounds of {time:?}; CPU in µs per operation");
     println!(
         "  {:<14}{:>9}{:>10}{:>10}{:>9}{:>9}{:>9}",
         "", "per s", "cleat is", "server", "client", "OSD", "all"
     );
-    for Row { name, load, depth } in ROWS.iter().filter(|row| row.name.contains(&only)) {
-        // The rate, and the CPU time of the server, the client and the OSD in microseconds.
-        let mut figures = vec![[const { Vec::new() }; 4]; contestants.len()];
-        for round in 0..rounds {
-            // The first contestant of a round is the last one in the next round.
-            for turn in 0..contestants.len() {
-                let index = (round + turn) % contestants.len();
-                let now = contestants[index].measure(*load, *depth, time, osd);
-                figures[index].iter_mut().zip(now).for_each(|(values, now)| values.push(now));
-            }
-        }
-        println!("{name}");
-        let ours = figures[0][0].clone();
-        for (contestant, figures) in contestants.iter().zip(&mut figures) {
-            // Ratios within one round, because other load on the machine changes between rounds.
-            let mut ratios: Vec<f64> =
-                ours.iter().zip(&figures[0]).map(|(ours, theirs)| ours / theirs).collect();
-            let (ratio, [rate, server, client, osd]) =
-                (median(&mut ratios), figures.each_mut().map(|values| median(values)));
-            let (name, all) = (&contestant.name, server + client + osd);
-            println!(
-                "  {name:<14}{rate:>9.0}{ratio:>9.2}x{server:>10.1}{client:>9.1}{osd:>9.1}{all:>9.1}"
-            );
-        }
+    for (row, measured) in rows.iter().zip(measured) {
+        println!("{}", row.name);
+        print(&measured);
+    }
+}
+
+/// Prints the medians of a row: the rate, and the CPU time of the server, the client and the OSD in microseconds.
+fn print(measured: &Measured<[f64; 4]>) {
+    let first = &measured[0].1;
+    for (name, rounds) in measured {
+        // Ratios within one round, because other load on the machine changes between rounds.
+        let mut ratios: Vec<f64> =
+            first.iter().zip(rounds).map(|(first, round)| first[0] / round[0]).collect();
+        let ratio = median(&mut ratios);
+        let of = |index: usize| {
+            median(&mut rounds.iter().map(|round| round[index]).collect::<Vec<f64>>())
+        };
+        let [rate, server, client, osd] = [0, 1, 2, 3].map(of);
+        let all = server + client + osd;
+        println!(
+            "  {name:<14}{rate:>9.0}{ratio:>9.2}x{server:>10.1}{client:>9.1}{osd:>9.1}{all:>9.1}"
+        );
     }
 }
 
@@ -104,6 +114,8 @@ struct Setup {
     cluster: Cluster,
     dir: tempfile::TempDir,
     pool: Arc<Pool>,
+    /// The number of the next image that a server gets.
+    next_image: Cell<usize>,
 }
 
 impl Setup {
@@ -115,7 +127,7 @@ impl Setup {
         std::fs::write(&conf, text + OPTIONS).unwrap();
         let config = Config { conf: Some(conf), id: Some(ID.to_owned()), ..Config::default() };
         let pool = librbd::Cluster::connect(&config).unwrap().pool(POOL, None).unwrap();
-        Self { cluster, dir, pool }
+        Self { cluster, dir, pool, next_image: Cell::new(0) }
     }
 
     fn osd(&self) -> u32 {
@@ -136,7 +148,7 @@ impl Setup {
     }
 
     /// Starts the contestants. This build of cleat, the reference of the comparison, is the first.
-    fn contestants(&self) -> Vec<Contestant> {
+    fn contestants(&self) -> Vec<(String, Contestant)> {
         let ours = env!("CARGO_BIN_EXE_cleat");
         let mut all = vec![self.cleat("cleat", ours, "", "auto")];
         if std::env::var("NO_POLLING").is_ok() {
@@ -153,59 +165,86 @@ impl Setup {
         all
     }
 
-    fn cleat(&self, name: &str, binary: &str, options: &str, busy_poll: &str) -> Contestant {
-        let (image, socket) = self.image(name);
+    fn cleat(
+        &self,
+        name: &str,
+        binary: &str,
+        options: &str,
+        busy_poll: &str,
+    ) -> (String, Contestant) {
         let (conf, keyring) = (self.conf(), self.cluster.keyring(ID));
-        let (conf, keyring) = (conf.display(), keyring.display());
+        let (image, conf, keyring) = (self.next_image(), conf.display(), keyring.display());
         let mut uri = format!("rbd:{POOL}/{image}?conf={conf}&id={ID}&keyring={keyring}");
         for option in options.split(',').filter(|option| !option.is_empty()) {
             uri += &format!("&config.{option}");
         }
         let mut command = Command::new(binary);
-        command.arg("serve").arg(uri).args(["--busy-poll", busy_poll, "--socket"]).arg(&socket);
-        Contestant::server(name, command, &socket)
+        command.args(["serve", &uri, "--busy-poll", busy_poll, "--socket"]);
+        self.server(name, command)
     }
 
-    fn qemu_nbd(&self, name: &str, options: &[&str]) -> Contestant {
-        let (image, socket) = self.image(name);
-        let volume = format!("rbd:{POOL}/{image}:id={ID}:conf={}", self.conf().display());
+    fn qemu_nbd(&self, name: &str, options: &[&str]) -> (String, Contestant) {
+        let (image, conf) = (self.next_image(), self.conf());
         let mut command = Command::new("qemu-nbd");
         command.args(["--persistent", "--format=raw"]).args(options);
-        command.arg("--socket").arg(&socket).arg(volume);
-        Contestant::server(name, command, &socket)
+        command.arg(format!("rbd:{POOL}/{image}:id={ID}:conf={}", conf.display())).arg("--socket");
+        self.server(name, command)
     }
 
-    fn raw(&self) -> Contestant {
-        self.image("raw");
+    /// Starts a server; the last argument, which is missing, is the path of its socket.
+    fn server(&self, name: &str, mut command: Command) -> (String, Contestant) {
+        let socket = self.dir.path().join(name.replace([',', ' '], "-"));
+        let _ = std::fs::remove_file(&socket);
+        let server = command.arg(&socket).stdout(Stdio::null()).spawn();
+        let server = Server::Child(server.unwrap_or_else(|error| panic!("{command:?}: {error}")));
+        let mut client = Client::connect(&socket);
+        let contestant = if std::env::var("FIO").is_ok() {
+            drop(client);
+            let uri = format!("nbd+unix:///?socket={}", socket.display());
+            let fio = Fio::new(&format!("--ioengine=nbd --uri={uri} --size={SIZE}"), None);
+            Contestant::ServerFio(server, fio)
+        } else {
+            client.learn();
+            Contestant::Server(server, client)
+        };
+        (name.to_owned(), contestant)
+    }
+
+    /// fio destroys the stamps that the clients of servers check, so it has an image of its own.
+    fn raw(&self) -> (String, Contestant) {
+        self.fill("raw");
         let uri =
             format!("--ioengine=rbd --rbdname=raw --pool={POOL} --clientname={ID} --size={SIZE}");
-        let fio = Fio::new(&uri, Some(self.conf()));
-        // Another client fills the image.
-        let image = self.pool.open("raw", None, librbd::Open::Write).unwrap();
+        ("raw librbd".to_owned(), Contestant::Process(Fio::new(&uri, Some(self.conf()))))
+    }
+
+    /// Returns the name of the next image, in turns.
+    fn next_image(&self) -> String {
+        let number = self.next_image.get();
+        self.next_image.set((number + 1) % IMAGES);
+        let name = format!("image-{number}");
+        self.fill(&name);
+        name
+    }
+
+    /// Makes and fills an image, if it does not exist yet.
+    fn fill(&self, name: &str) {
+        if self.pool.create(name, SIZE, &NewImage::default()).is_err() {
+            return;
+        }
+        let image = self.pool.open(name, None, librbd::Open::Write).unwrap();
         let (sender, completed) = std::sync::mpsc::channel();
         let mut submitter = image.submitter(1, move |completion| sender.send(completion).unwrap());
-        for offset in (0..SIZE).step_by(4 << 20) {
-            submitter.start((), librbd::Io::Write { offset }, Some(vec![0x5a; 4 << 20])).unwrap();
+        const PIECE: usize = 4 << 20;
+        for offset in (0..SIZE).step_by(PIECE) {
+            let data = stamped(offset, PIECE);
+            submitter.start((), librbd::Io::Write { offset }, Some(data)).unwrap();
             completed.recv().unwrap();
         }
-        Contestant { name: "raw librbd".to_owned(), kind: Kind::Process(fio) }
-    }
-
-    /// Makes an image for a contestant. Returns its name and the path of a socket for its server.
-    fn image(&self, contestant: &str) -> (String, PathBuf) {
-        let name = contestant.replace([',', ' '], "-");
-        self.pool.create(&name, SIZE, &NewImage::default()).unwrap();
-        let socket = self.dir.path().join(&name);
-        (name, socket)
     }
 }
 
-struct Contestant {
-    name: String,
-    kind: Kind,
-}
-
-enum Kind {
+enum Contestant {
     /// A server and its client.
     Server(Server, Client),
     ServerFio(Server, Fio),
@@ -213,56 +252,44 @@ enum Kind {
     Process(Fio),
 }
 
-impl Contestant {
-    fn server(name: &str, mut command: Command, socket: &Path) -> Self {
-        let server = command.stdout(Stdio::null()).spawn();
-        let server = Server::Child(server.unwrap_or_else(|error| panic!("{command:?}: {error}")));
-        let mut client = Client::connect(socket);
-        client.fill();
-        let kind = if std::env::var("FIO").is_ok() {
-            drop(client);
-            let uri = format!(
-                "--ioengine=nbd --uri=nbd+unix:///?socket={} --size={SIZE}",
-                socket.display()
-            );
-            Kind::ServerFio(server, Fio::new(&uri, None))
-        } else {
-            Kind::Server(server, client)
-        };
-        Self { name: name.to_owned(), kind }
+impl Drop for Contestant {
+    /// Ends the server as a service manager does, so that it releases the lock of the image.
+    fn drop(&mut self) {
+        if let Self::Server(server, _) | Self::ServerFio(server, _) = self {
+            kill(server.id(), Signal::SIGTERM);
+            wait_until("the server ends", || server.has_ended());
+        }
     }
+}
 
+impl Contestant {
     /// Measures operations per second, and the CPU time per operation in microseconds: that of the server,
     /// that of the client if it is another process, and that of the OSD.
     fn measure(&mut self, load: Load, depth: usize, time: Duration, osd: u32) -> [f64; 4] {
         let before = (own_cpu_seconds(), cpu_seconds(osd));
         let (rate, operations, server_s) = self.run(load, depth, time);
         let own_s = own_cpu_seconds() - before.0;
-        let client_s = if self.is_process() { 0.0 } else { own_s };
+        let client_s = if matches!(self, Self::Process(_)) { 0.0 } else { own_s };
         let osd_s = cpu_seconds(osd) - before.1;
         let per_operation = |cpu_s: f64| cpu_s * 1e6 / operations;
         [rate, per_operation(server_s), per_operation(client_s), per_operation(osd_s)]
     }
 
-    fn is_process(&self) -> bool {
-        matches!(self.kind, Kind::Process(_))
-    }
-
     /// Runs the load. Returns operations per second, their number, and the server's CPU time in seconds.
     fn run(&mut self, load: Load, depth: usize, time: Duration) -> (f64, f64, f64) {
-        match &mut self.kind {
-            Kind::Process(fio) => {
+        match self {
+            Self::Process(fio) => {
                 let before = own_cpu_seconds();
                 let (rate, operations) = fio.run(load, depth, time);
                 (rate, operations, own_cpu_seconds() - before)
             }
-            Kind::Server(server, client) => {
+            Self::Server(server, client) => {
                 let before = cpu_seconds(server.id());
                 let figures = client.run(load, depth, time);
                 let cpu_s = cpu_seconds(server.id()) - before;
                 (figures.rate, figures.count as f64, cpu_s)
             }
-            Kind::ServerFio(server, fio) => {
+            Self::ServerFio(server, fio) => {
                 let before = cpu_seconds(server.id());
                 let (rate, operations) = fio.run(load, depth, time);
                 (rate, operations, cpu_seconds(server.id()) - before)

@@ -20,16 +20,16 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion, FileSlot, Ring, Token};
 use cleat_sys::send_list::SendList;
-use common::client::{Client, READS, UNIT};
+use common::client::{Client, READS, UNIT, fill_file};
 use common::report::{CLEAT, Measurement, Report, Result};
-use common::{Server, cpu_seconds, number};
+use common::{Server, cpu_seconds, in_rounds, number};
 use futures::future::join_all;
 use test_kit::nbd::wire::{READ, REQUEST_LEN, Request, encode_reply};
 
@@ -73,10 +73,15 @@ fn main() {
     let dir = tempfile::tempdir().unwrap();
     let volumes = [("memory", None, MEMORY), ("file", Some(dir.path().join("volume")), FILE)];
     for (name, file, rows) in volumes {
-        let servers = Servers::start(&dir.path().join(name), file.as_deref());
-        let mut clients = servers.clients();
-        for (row, depth) in rows {
-            let result = servers.measure(&mut clients, row, depth, rounds, time);
+        let dir = dir.path().join(name);
+        let start = || start(&dir, file.as_deref());
+        let measured = in_rounds(rounds, &rows, start, |(_, depth), (server, client)| {
+            let before = cpu_seconds(server.id());
+            let figures = client.run(READS, *depth, time);
+            Measurement::of_clients(&[figures], cpu_seconds(server.id()) - before)
+        });
+        for ((row, _), measured) in rows.into_iter().zip(measured) {
+            let result = Result::new(row, &[], measured);
             println!("{}", result.text());
             report.results.push(result);
         }
@@ -87,73 +92,33 @@ fn main() {
     println!("the report: {}", directory.join("report.md").display());
 }
 
-/// The name, the server and the socket of each contestant.
-struct Servers([(&'static str, Server, PathBuf); 3]);
-
-impl Servers {
-    /// Starts the three servers, with their sockets in `dir`, which is created; with `file` as the volume, or with memory.
-    fn start(dir: &Path, file: Option<&Path>) -> Self {
-        std::fs::create_dir(dir).unwrap();
-        if let Some(file) = file {
-            File::create(file).unwrap().set_len(SIZE as u64).unwrap();
+/// Starts the three servers, with their sockets in `dir`; with `file` as the volume, or with memory. Each volume is
+/// full.
+fn start(dir: &Path, file: Option<&Path>) -> Vec<(String, (Server, Client))> {
+    let _ = std::fs::remove_dir_all(dir);
+    std::fs::create_dir(dir).unwrap();
+    file.iter().for_each(|file| fill_file(file, SIZE as u64));
+    let server = |name: &str, command: &mut Command, socket: &Path| {
+        let server = Server::Child(command.spawn().unwrap());
+        let mut client = Client::connect(socket);
+        match file {
+            Some(_) => client.learn(),
+            None => client.fill(),
         }
-        let spec = file.map_or("mem:256M".to_owned(), |file| format!("file:{}", file.display()));
-        let socket = dir.join("cleat");
-        let mut whole = Command::new(env!("CARGO_BIN_EXE_cleat"));
-        whole.args(["serve", &spec, "--socket"]).arg(&socket).stdout(Stdio::null());
-        let whole = (CLEAT, Server::Child(whole.spawn().unwrap()), socket);
-        let small = |name, mode: &str| {
-            let socket = dir.join(mode);
-            let this = std::env::current_exe().unwrap();
-            let child = Command::new(this).arg(mode).arg(&socket).args(file).spawn().unwrap();
-            (name, Server::Child(child), socket)
-        };
-        Self([
-            whole,
-            small("io_uring, small loop", "serve-raw"),
-            small("tokio-uring, small loop", "serve-tokio"),
-        ])
-    }
-
-    /// Connects a client to each server, and fills the volumes.
-    fn clients(&self) -> Vec<Client> {
-        let clients = self.0.iter().map(|(_, _, socket)| Client::connect(socket));
-        let mut clients: Vec<Client> = clients.collect();
-        clients.iter_mut().for_each(Client::fill);
-        clients
-    }
-
-    /// Measures the servers in turns. The first of a round is the last one of the next round, and a first round does not count.
-    fn measure(
-        &self,
-        clients: &mut [Client],
-        row: &'static str,
-        depth: usize,
-        rounds: usize,
-        time: Duration,
-    ) -> Result {
-        let mut measurements = vec![Vec::new(); self.0.len()];
-        for round in 0..=rounds {
-            for turn in 0..self.0.len() {
-                let index = (round + turn) % self.0.len();
-                let pid = self.0[index].1.id();
-                let before = cpu_seconds(pid);
-                let figures = clients[index].run(READS, depth, time);
-                let cpu_us = (cpu_seconds(pid) - before) * 1e6 / figures.count as f64;
-                let percentile_us = |share| figures.latency.percentile_ns(share) as f64 / 1e3;
-                let latency_us = Some([0.5, 0.99, 0.999].map(percentile_us));
-                if round > 0 {
-                    measurements[index].push(Measurement {
-                        rate: figures.rate,
-                        cpu_us,
-                        latency_us,
-                    });
-                }
-            }
-        }
-        let names = self.0.iter().map(|(name, _, _)| (*name).to_owned());
-        Result::new(row, &[], names.zip(measurements).collect())
-    }
+        (name.to_owned(), (server, client))
+    };
+    let small = |name, mode: &str| {
+        let (socket, this) = (dir.join(mode), std::env::current_exe().unwrap());
+        server(name, Command::new(this).arg(mode).arg(&socket).args(file), &socket)
+    };
+    let spec = file.map_or("mem:256M".to_owned(), |file| format!("file:{}", file.display()));
+    let (socket, mut whole) = (dir.join("cleat"), Command::new(env!("CARGO_BIN_EXE_cleat")));
+    whole.args(["serve", &spec, "--socket"]).arg(&socket).stdout(Stdio::null());
+    vec![
+        server(CLEAT, &mut whole, &socket),
+        small("io_uring, small loop", "serve-raw"),
+        small("tokio-uring, small loop", "serve-tokio"),
+    ]
 }
 
 /// What the two small servers serve.

@@ -7,6 +7,7 @@
 //! block at a wrong place, a lost write, a torn block and swapped replies are found. No two requests in flight
 //! overlap unless both are reads, so the expected stamps are exact. Each cookie is used once.
 
+use std::fs::File;
 use std::io::{Read, Write};
 use std::ops::Range;
 use std::os::unix::net::UnixStream;
@@ -111,21 +112,42 @@ impl Client {
     /// Fills the client's part with stamped data, so that no server answers from a hole. The requests are as short as
     /// possible: after long ones, ext4 has pages of 1 MiB in its cache, and a write of 4 KiB to one of them takes 50 µs.
     pub fn fill(&mut self) {
+        self.visit_units(WRITE, |_, _| 1);
+    }
+
+    /// Reads the stamps of the client's part, which is filled already.
+    pub fn learn(&mut self) {
+        let mut unit = vec![0; UNIT];
+        self.visit_units(READ, |stream, offset| {
+            stream.read_exact(&mut unit).unwrap();
+            let number = u64::from_le_bytes(*unit[8..].first_chunk().unwrap());
+            check_stamps(&unit, offset, number);
+            u32::try_from(number).unwrap()
+        });
+    }
+
+    /// Sends a request for each unit of the part. `number` takes the payload of the reply about the unit at an offset, and
+    /// returns the number of the unit's last write.
+    fn visit_units(&mut self, command: u16, mut number: impl FnMut(&mut UnixStream, u64) -> u32) {
         const BATCH: usize = 64;
         let units: Vec<u64> = self.part.clone().step_by(UNIT).collect();
         for batch in units.chunks(BATCH) {
-            let mut output = vec![FILL; batch.len() * (REQUEST_LEN + UNIT)];
-            for (bytes, offset) in output.chunks_exact_mut(REQUEST_LEN + UNIT).zip(batch) {
-                let (header, unit) = bytes.split_at_mut(REQUEST_LEN);
-                self.count += 1;
-                let request = Request::new(WRITE, self.count, *offset, UNIT as u32);
-                header.copy_from_slice(&request.encode());
-                put_stamps(unit, *offset, 1);
+            let mut output = Vec::new();
+            for offset in batch {
+                output.extend(Request::new(command, *offset, *offset, UNIT as u32).encode());
+                if command == WRITE {
+                    output.extend(stamped(*offset, UNIT));
+                }
             }
             self.stream.write_all(&output).unwrap();
-            batch.iter().for_each(|_| assert_eq!(read_reply(&mut self.stream).1, 0));
+            for _ in batch {
+                // The cookie is the offset. Servers may answer in another order.
+                let (offset, error) = read_reply(&mut self.stream);
+                assert_eq!(error, 0, "the reply for the unit at {offset}");
+                let unit = (offset - self.part.start) as usize / UNIT;
+                self.written[unit] = number(&mut self.stream, offset);
+            }
         }
-        self.written.fill(1);
     }
 
     /// Keeps `depth` requests in flight for `time`, and checks every reply.
@@ -276,6 +298,26 @@ const SLOTS: usize = 1024;
 
 /// The byte between the stamps.
 const FILL: u8 = 0x5a;
+
+/// Returns `length` bytes of a volume from `offset` on, as [`Client::fill`] writes them.
+pub fn stamped(offset: u64, length: usize) -> Vec<u8> {
+    let mut bytes = vec![FILL; length];
+    for (index, unit) in bytes.chunks_exact_mut(UNIT).enumerate() {
+        put_stamps(unit, offset + (index * UNIT) as u64, 1);
+    }
+    bytes
+}
+
+/// Fills the file at `path` as [`Client::fill`] fills a volume, if it is not full yet. Afterwards nothing of it waits to be
+/// written to the disk, which would load the disk during a measurement.
+pub fn fill_file(path: &Path, size: u64) {
+    let mut file = File::options().create(true).append(true).open(path).unwrap();
+    let filled = file.metadata().unwrap().len();
+    for offset in (filled..size).step_by(UNIT) {
+        file.write_all(&stamped(offset, UNIT)).unwrap();
+    }
+    file.sync_all().unwrap();
+}
 
 fn put_stamps(unit: &mut [u8], offset: u64, number: u64) {
     unit[..8].copy_from_slice(&offset.to_le_bytes());

@@ -1,4 +1,4 @@
-//! What the benchmarks share: the load generator, processes, and medians.
+//! What the benchmarks share: the load generator, rounds, processes, and medians.
 
 #![allow(dead_code, reason = "each benchmark uses a part of it")]
 
@@ -11,6 +11,40 @@ pub mod report;
 use std::process::Child;
 
 use nix::sys::signal::Signal;
+
+/// The measurements of each contestant in a row, with its name.
+pub type Measured<Measurement> = Vec<(String, Vec<Measurement>)>;
+
+/// Measures all rows in each round, and returns the measurements of each row. `start` returns the contestants of a round,
+/// with their names; they end with the round, because where the memory of a server and of its volume is, makes a difference
+/// of up to a factor of 2. Each round begins with another contestant, and every second one goes backwards, so that none
+/// always follows the same one.
+pub fn in_rounds<Row, Contestant, Measurement>(
+    rounds: usize,
+    rows: &[Row],
+    mut start: impl FnMut() -> Vec<(String, Contestant)>,
+    mut measure: impl FnMut(&Row, &mut Contestant) -> Measurement,
+) -> Vec<Measured<Measurement>> {
+    let mut all: Vec<Measured<Measurement>> = rows.iter().map(|_| Vec::new()).collect();
+    for round in 0..rounds {
+        let mut contestants = start();
+        let count = contestants.len();
+        let mut turns: Vec<usize> = (0..count).map(|turn| (round + turn) % count).collect();
+        if round % 2 == 1 {
+            turns.reverse();
+        }
+        for (row, measured) in rows.iter().zip(&mut all) {
+            if measured.is_empty() {
+                let names = contestants.iter().map(|(name, _)| name.clone());
+                *measured = names.map(|name| (name, Vec::new())).collect();
+            }
+            for index in &turns {
+                measured[*index].1.push(measure(row, &mut contestants[*index].1));
+            }
+        }
+    }
+    all
+}
 
 /// Returns the CPU time that a process and its descendants have used, in seconds.
 pub fn cpu_seconds(pid: u32) -> f64 {
@@ -49,6 +83,14 @@ impl Server {
         match self {
             Self::Child(child) => child.id(),
             Self::Daemon(pid) => *pid,
+        }
+    }
+
+    /// Returns whether the process has ended.
+    pub fn has_ended(&mut self) -> bool {
+        match self {
+            Self::Child(child) => child.try_wait().unwrap().is_some(),
+            Self::Daemon(pid) => !test_kit::process::is_alive(*pid),
         }
     }
 }

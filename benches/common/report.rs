@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::{median, plot};
+use super::histogram::Histogram;
+use super::{Measured, client, median, plot};
 
 pub const CLEAT: &str = "cleat";
 pub const BARE: &str = "bare server in C";
@@ -25,6 +26,22 @@ pub struct Measurement {
     pub cpu_us: f64,
     /// The median, the 99th and the 99.9th percentile in microseconds; `None` where they are not measured.
     pub latency_us: Option<[f64; 3]>,
+}
+
+impl Measurement {
+    /// Of clients that ran at the same time, whose servers used `cpu_s` seconds of CPU time.
+    pub fn of_clients(figures: &[client::Figures], cpu_s: f64) -> Self {
+        let count: u64 = figures.iter().map(|figures| figures.count).sum();
+        let mut latency = Histogram::new();
+        figures.iter().for_each(|figures| latency.merge(&figures.latency));
+        Self {
+            rate: figures.iter().map(|figures| figures.rate).sum(),
+            cpu_us: cpu_s * 1e6 / count as f64,
+            latency_us: Some(
+                [0.5, 0.99, 0.999].map(|share| latency.percentile_ns(share) as f64 / 1e3),
+            ),
+        }
+    }
 }
 
 /// A bound on the median of a ratio.
@@ -84,11 +101,7 @@ struct Check {
 
 impl Result {
     /// Calculates medians from the measurements of each contestant, the first of which is compared with the others.
-    pub fn new(
-        name: &'static str,
-        must: &[Must],
-        measurements: Vec<(String, Vec<Measurement>)>,
-    ) -> Self {
+    pub fn new(name: &'static str, must: &[Must], measurements: Measured<Measurement>) -> Self {
         let first = measurements[0].1.clone();
         let figures: Vec<Figures> = measurements
             .into_iter()
@@ -196,8 +209,7 @@ impl Report {
         }
         write!(
             text,
-            "\n{} Medians of {} rounds of {:.1} s after one round that does not count; the contestants take turns. \
-             A ratio is the median of the ratios within one round.\n\n\
+            "\n{} Medians of {} rounds of {:.1} s; the contestants take turns. A ratio is the median of the ratios within one round.\n\n\
              ![rates](report.svg)\n\n## Bounds\n\n| row | ratio | bound | measured | |\n|---|---|---|---|---|\n",
             self.conditions,
             self.rounds,

@@ -1,6 +1,6 @@
 //! The servers and their clients.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::io::ErrorKind;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -9,9 +9,8 @@ use std::time::{Duration, Instant};
 
 use nix::sys::resource::{UsageWho, getrusage};
 
-use crate::common::client::{Client, Figures, Load};
+use crate::common::client::{Client, Figures, Load, fill_file};
 use crate::common::fio::Fio;
-use crate::common::histogram::Histogram;
 use crate::common::report::{BARE, CLEAT, FIO, Measurement, NBD_SERVER, NBDKIT, QEMU_NBD};
 use crate::common::{Server, cpu_seconds};
 use crate::rows::{Group, LARGE_WRITE, NO_POLLING, OTHER, Row};
@@ -19,9 +18,11 @@ use crate::rows::{Group, LARGE_WRITE, NO_POLLING, OTHER, Row};
 /// The size of each volume, in bytes.
 const SIZE: u64 = 256 << 20;
 
+/// A volume in memory of this size.
+const MEMORY: &str = "mem:256M";
+
 /// One or more servers of a kind with their clients, or a process that is both.
 pub struct Contestant {
-    pub name: String,
     kind: Kind,
     /// Writes 1 MiB before each measurement.
     large_write: bool,
@@ -33,6 +34,13 @@ enum Kind {
 }
 
 impl Contestant {
+    fn clients(&mut self) -> &mut [Client] {
+        match &mut self.kind {
+            Kind::Servers { clients, .. } => clients,
+            Kind::Process(_) => &mut [],
+        }
+    }
+
     /// Runs the load of a row with every client at the same time.
     pub fn measure(&mut self, row: &Row, time: Duration) -> Measurement {
         match &mut self.kind {
@@ -54,16 +62,7 @@ impl Contestant {
                 };
                 let before = cpu(servers);
                 let figures = run_all(clients, row, time);
-                let used = cpu(servers) - before;
-                let count: u64 = figures.iter().map(|figures| figures.count).sum();
-                let mut latency = Histogram::new();
-                figures.iter().for_each(|figures| latency.merge(&figures.latency));
-                let percentile_us = |share| latency.percentile_ns(share) as f64 / 1e3;
-                Measurement {
-                    rate: figures.iter().map(|figures| figures.rate).sum(),
-                    cpu_us: used * 1e6 / count as f64,
-                    latency_us: Some([0.5, 0.99, 0.999].map(percentile_us)),
-                }
+                Measurement::of_clients(&figures, cpu(servers) - before)
             }
         }
     }
@@ -91,13 +90,21 @@ fn children_cpu_seconds() -> f64 {
     times.iter().map(|time| time.tv_sec() as f64 + time.tv_usec() as f64 / 1e6).sum()
 }
 
+/// A contestant and its name; `None` if its program is missing.
+type Started = Option<(String, Contestant)>;
+
 /// Starts contestants.
 pub struct Setup {
     dir: tempfile::TempDir,
     binary: PathBuf,
     other: Option<PathBuf>,
     skipped: RefCell<Vec<String>>,
+    /// The number of the next file that a contestant gets.
+    next_file: Cell<usize>,
 }
+
+/// The number of files with volumes. It is prime, so that each contestant has another file in each round.
+const FILES: usize = 7;
 
 impl Setup {
     /// Prepares a directory on the disk of the target directory, and compiles the bare server.
@@ -110,7 +117,7 @@ impl Setup {
         let binary = std::env::var_os("CLEAT_BENCH_BINARY");
         let binary = binary.map_or_else(|| env!("CARGO_BIN_EXE_cleat").into(), PathBuf::from);
         let other = std::env::var_os("CLEAT_BENCH_OTHER").map(PathBuf::from);
-        Self { dir, binary, other, skipped: RefCell::default() }
+        Self { dir, binary, other, skipped: RefCell::default(), next_file: Cell::new(0) }
     }
 
     /// Returns why contestants are missing.
@@ -118,119 +125,120 @@ impl Setup {
         self.skipped.borrow().clone()
     }
 
-    /// Starts the contestants of a group and fills their volumes. The cleat that is measured is the first one.
-    pub fn contestants(&self, group: Group) -> Vec<Contestant> {
-        let one = |name: &str, command: fn(&Self, &str, &Path) -> Command| {
-            self.servers(name, 1, 1, |_, socket| command(self, name, socket))
-        };
-        match group {
-            Group::Memory => self.memory(one),
+    /// Starts the contestants of a group. The cleat that is measured is the first one.
+    pub fn contestants(&self, group: Group) -> Vec<(String, Contestant)> {
+        let all = match group {
+            Group::Memory => self.memory(),
             Group::File => self.files(1),
             Group::FourConnections => self.files(4),
-            Group::FourVolumes => {
-                let four = |name: &str, polling: &str| {
-                    self.servers(name, 4, 1, |_, socket| {
-                        let mut command = self.cleat(&self.binary, "mem:256M", socket);
+            Group::FourVolumes => [(CLEAT, "auto"), (NO_POLLING, "off")]
+                .map(|(name, polling)| {
+                    self.in_memory(name, 4, |socket| {
+                        let mut command = cleat(&self.binary, MEMORY, socket);
                         command.args(["--busy-poll", polling]);
                         command
                     })
-                };
-                [four(CLEAT, "auto"), four(NO_POLLING, "off")].into_iter().flatten().collect()
-            }
+                })
+                .into(),
             Group::AfterLargeWrite => {
-                let cleat = |this: &Self, _: &str, socket: &Path| {
-                    this.cleat(&this.binary, "mem:256M", socket)
-                };
-                let mut both: Vec<_> =
-                    [CLEAT, LARGE_WRITE].into_iter().filter_map(|name| one(name, cleat)).collect();
-                both[0].large_write = true;
+                let start =
+                    |name| self.in_memory(name, 1, |socket| cleat(&self.binary, MEMORY, socket));
+                let mut both = vec![start(CLEAT), start(LARGE_WRITE)];
+                both[0].iter_mut().for_each(|(_, contestant)| contestant.large_write = true);
                 both
             }
-            Group::Direct => self.direct(one),
-        }
-    }
-
-    fn memory(
-        &self,
-        one: impl Fn(&str, fn(&Self, &str, &Path) -> Command) -> Option<Contestant>,
-    ) -> Vec<Contestant> {
-        let mut all =
-            vec![one(CLEAT, |this, _, socket| this.cleat(&this.binary, "mem:256M", socket))];
-        if self.other.is_some() {
-            all.push(one(OTHER, |this, _, socket| {
-                this.cleat(this.other.as_deref().unwrap(), "mem:256M", socket)
-            }));
-        }
-        all.push(one(NBDKIT, |_, _, socket| nbdkit(socket, &["memory".into(), "256M".into()])));
-        all.push(one(BARE, |this, _, socket| {
-            let mut command = Command::new(this.dir.path().join("bare"));
-            command.arg(socket).arg(SIZE.to_string());
-            command
-        }));
+            Group::Direct => self.direct(),
+        };
         all.into_iter().flatten().collect()
     }
 
-    /// Servers of files in the page cache, with this number of connections.
-    fn files(&self, connections: u64) -> Vec<Contestant> {
-        let cleat = |binary: &Path, file: &Path, socket: &Path| {
-            self.cleat(binary, &format!("file:{}", file.display()), socket)
-        };
-        let start = |name: &str, command: &dyn Fn(&Path, &Path) -> Command| {
-            self.servers(name, 1, connections, |file, socket| command(file, socket))
-        };
-        let mut all = vec![start(CLEAT, &|file, socket| cleat(&self.binary, file, socket))];
+    fn memory(&self) -> Vec<Started> {
+        let start = |name, command: &dyn Fn(&Path) -> Command| self.in_memory(name, 1, command);
+        let mut all = vec![start(CLEAT, &|socket| cleat(&self.binary, MEMORY, socket))];
         if let Some(other) = &self.other {
-            all.push(start(OTHER, &|file, socket| cleat(other, file, socket)));
+            all.push(start(OTHER, &|socket| cleat(other, MEMORY, socket)));
+        }
+        all.push(start(NBDKIT, &|socket| nbdkit(socket, &["memory".into(), "256M".into()])));
+        all.push(start(BARE, &|socket| {
+            let mut command = Command::new(self.dir.path().join("bare"));
+            command.arg(socket).arg(SIZE.to_string());
+            command
+        }));
+        all
+    }
+
+    /// Servers of files in the page cache, with this number of connections.
+    fn files(&self, connections: u64) -> Vec<Started> {
+        let start = |name, command: &dyn Fn(&Path, &Path) -> Command| {
+            self.on_file(name, connections, command)
+        };
+        let uri = |file: &Path| format!("file:{}", file.display());
+        let mut all = vec![start(CLEAT, &|file, socket| cleat(&self.binary, &uri(file), socket))];
+        if let Some(other) = &self.other {
+            all.push(start(OTHER, &|file, socket| cleat(other, &uri(file), socket)));
         }
         all.push(start(NBDKIT, &|file, socket| nbdkit(socket, &["file".into(), file.into()])));
         all.push(start(QEMU_NBD, &|file, socket| qemu_nbd(file, socket, "--cache=writeback")));
         all.push(start(NBD_SERVER, &nbd_server));
-        all.into_iter().flatten().collect()
+        all
     }
 
-    fn direct(
-        &self,
-        one: impl Fn(&str, fn(&Self, &str, &Path) -> Command) -> Option<Contestant>,
-    ) -> Vec<Contestant> {
-        let mut all = vec![one(CLEAT, |this, name, socket| {
-            let uri = format!("file:{}?direct=true", this.file(name).display());
-            this.cleat(&this.binary, &uri, socket)
-        })];
-        all.push(one(QEMU_NBD, |this, name, socket| {
-            let mut command = qemu_nbd(&this.file(name), socket, "--cache=none");
+    fn direct(&self) -> Vec<Started> {
+        let cleat = self.on_file(CLEAT, 1, |file, socket| {
+            cleat(&self.binary, &format!("file:{}?direct=true", file.display()), socket)
+        });
+        let qemu = self.on_file(QEMU_NBD, 1, |file, socket| {
+            let mut command = qemu_nbd(file, socket, "--cache=none");
             command.arg("--aio=io_uring");
             command
-        }));
-        // fio reads the file that cleat serves.
-        let file = self.file(CLEAT);
+        });
+        let file = self.next_file();
         let arguments = format!("--ioengine=io_uring --direct=1 --filename={}", file.display());
         let kind = Kind::Process(Fio::new(&arguments, None));
-        all.push(Some(Contestant { name: FIO.to_owned(), kind, large_write: false }));
-        all.into_iter().flatten().collect()
+        let fio = Contestant { kind, large_write: false };
+        vec![cleat, qemu, Some((FIO.to_owned(), fio))]
     }
 
-    /// Starts `count` servers with `connections` clients each. Returns `None` if the program is missing.
+    /// Starts `count` servers of memory with a client each, which fills the volume.
+    fn in_memory(&self, name: &str, count: usize, command: impl Fn(&Path) -> Command) -> Started {
+        let mut started = self.servers(name, count, 1, command)?;
+        started.1.clients().iter_mut().for_each(Client::fill);
+        Some(started)
+    }
+
+    /// Starts a server of a file with this number of clients.
+    fn on_file(
+        &self,
+        name: &str,
+        connections: u64,
+        command: impl Fn(&Path, &Path) -> Command,
+    ) -> Started {
+        let file = self.next_file();
+        let mut started = self.servers(name, 1, connections, |socket| command(&file, socket))?;
+        started.1.clients().iter_mut().for_each(Client::learn);
+        Some(started)
+    }
+
+    /// Starts `count` servers with `connections` clients each.
     fn servers(
         &self,
         name: &str,
         count: usize,
         connections: u64,
-        command: impl Fn(&Path, &Path) -> Command,
-    ) -> Option<Contestant> {
+        command: impl Fn(&Path) -> Command,
+    ) -> Started {
         let (mut servers, mut clients) = (Vec::new(), Vec::new());
         for index in 0..count {
             let socket = self.dir.path().join(format!("{name}-{index}.socket"));
             let _ = std::fs::remove_file(&socket);
-            let file = self.file(name);
-            servers.push(self.spawn(name, &mut command(&file, &socket))?);
+            servers.push(self.spawn(name, &mut command(&socket))?);
             let export = if name == NBD_SERVER { "volume" } else { "" };
             for part in 0..connections {
                 clients.push(Client::connect_part(&socket, export, part, connections));
             }
         }
-        clients.iter_mut().for_each(Client::fill);
         let kind = Kind::Servers { servers, clients };
-        Some(Contestant { name: name.to_owned(), kind, large_write: false })
+        Some((name.to_owned(), Contestant { kind, large_write: false }))
     }
 
     /// Starts a server. Returns `None` if its program is missing.
@@ -255,26 +263,20 @@ impl Setup {
         }
     }
 
-    fn cleat(&self, binary: &Path, uri: &str, socket: &Path) -> Command {
-        let mut command = Command::new(binary);
-        command.args(["serve", uri, "--socket"]).arg(socket);
-        // The size of the file is that of the volume.
-        let path = uri.strip_prefix("file:").and_then(|rest| rest.split('?').next());
-        path.into_iter().for_each(|path| make_file(Path::new(path)));
-        command
-    }
-
-    /// The file of a contestant, which exists.
-    fn file(&self, name: &str) -> PathBuf {
-        let path = self.dir.path().join(format!("{name}.volume"));
-        make_file(&path);
+    /// Returns the next file, in turns. It is full and in the page cache.
+    fn next_file(&self) -> PathBuf {
+        let number = self.next_file.get();
+        self.next_file.set((number + 1) % FILES);
+        let path = self.dir.path().join(format!("{number}.volume"));
+        fill_file(&path, SIZE);
         path
     }
 }
 
-fn make_file(path: &Path) {
-    let file = std::fs::File::options().create(true).append(true).open(path).unwrap();
-    file.set_len(SIZE).unwrap();
+fn cleat(binary: &Path, uri: &str, socket: &Path) -> Command {
+    let mut command = Command::new(binary);
+    command.args(["serve", uri, "--socket"]).arg(socket);
+    command
 }
 
 fn nbdkit(socket: &Path, plugin: &[PathBuf]) -> Command {

@@ -2,9 +2,9 @@
 //! server in C, on this machine, in one run. The report (Markdown, JSON, and a plot as SVG) is below
 //! `target/bench/`.
 //!
-//! All contestants of a row have the same data and are measured in turns; each round starts with another one. A
-//! first round warms up and does not count. Ratios are medians of the ratios within one round, because other load
-//! on the machine changes between rounds. The client checks every reply, see `common::client`.
+//! All contestants of a row have the same data, are started anew for each round, and are measured in turns. Ratios are
+//! medians of the ratios within one round, because other load on the machine changes between rounds. The client checks
+//! every reply, see `common::client`.
 //!
 //! | variable | meaning |
 //! |---|---|
@@ -30,8 +30,8 @@ mod rows;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use common::number;
-use common::report::{Measurement, Report, Result};
+use common::report::{Report, Result};
+use common::{in_rounds, number};
 use contestants::{Contestant, Setup};
 use rows::{ROWS, Row};
 
@@ -48,9 +48,11 @@ fn main() {
     let setup = Setup::new();
     let mut report = Report::new(CONDITIONS, rounds, time);
     for rows in wanted.chunk_by(|one, next| one.group == next.group) {
-        let mut contestants = setup.contestants(rows[0].group);
-        for row in rows {
-            let result = measure(row, &mut contestants, rounds, time);
+        let start = || setup.contestants(rows[0].group);
+        let measure = |row: &&Row, contestant: &mut Contestant| contestant.measure(row, time);
+        let measured = in_rounds(rounds, rows, start, measure);
+        for (row, measured) in rows.iter().zip(measured) {
+            let result = Result::new(row.name, row.must, measured);
             println!("{}", result.text());
             report.results.push(result);
         }
@@ -59,23 +61,6 @@ fn main() {
     let directory = directory();
     report.write(&directory);
     println!("the report: {}", directory.join("report.md").display());
-}
-
-/// Measures a row. The first contestant of a round is the last one of the next round.
-fn measure(row: &Row, contestants: &mut [Contestant], rounds: usize, time: Duration) -> Result {
-    let mut measurements: Vec<Vec<Measurement>> = vec![Vec::new(); contestants.len()];
-    for round in 0..=rounds {
-        for turn in 0..contestants.len() {
-            let index = (round + turn) % contestants.len();
-            let measurement = contestants[index].measure(row, time);
-            // The first round warms up.
-            if round > 0 {
-                measurements[index].push(measurement);
-            }
-        }
-    }
-    let names = contestants.iter().map(|contestant| contestant.name.clone());
-    Result::new(row.name, row.must, names.zip(measurements).collect())
 }
 
 /// The directory for the report.
