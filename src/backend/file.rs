@@ -27,6 +27,7 @@
 mod at_once;
 mod claim;
 mod copy;
+mod file_system;
 mod labels;
 mod mapped;
 mod queue;
@@ -47,7 +48,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
-use nix::sys::statfs::fstatfs;
 
 use super::extents::{self, Layout};
 use super::uri::{Size, invalid};
@@ -55,7 +55,7 @@ use super::{
     Completer, Extents, Handover, HandoverFiles, HandoverState, Image, ImageQueue,
     OpenOptions as Options, Resize, Shrink, SizeChecks, VolumeIdentity, Waker,
 };
-use at_once::{AtOnce, PagesAtOnce};
+use at_once::{PagesAtOnce, WritesAtOnce};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Extent, Features};
 use cleat_sys::block;
@@ -65,7 +65,7 @@ use cleat_sys::volume_id::{DeviceId, FileId};
 use mapped::{Mapped, Mapping};
 use queue::{Abilities, FileQueue};
 pub use registration::BACKEND;
-use space::{FreeSpace, NFS};
+use space::FreeSpace;
 use spec::FileSpec;
 use sync::Syncer;
 
@@ -175,8 +175,8 @@ impl FileImage {
         }
         let blocks = block_sizes(&file, spec.direct, device, &path)?;
         let identity = identity(&file, device, &path)?;
-        let file_system = file_system(&file, &path)?;
-        let remote = !device && is_network(file_system);
+        let file_system = file_system::of(&file, &path)?;
+        let remote = !device && file_system::is_network(file_system);
         let mut abilities = Abilities::new(device, spec.direct, remote);
         abilities.space = FreeSpace::new(file_system, spec.direct);
         let file = Arc::new(file);
@@ -195,8 +195,10 @@ impl FileImage {
             blocks,
             abilities: Arc::new(abilities),
             syncer,
+            // A device may hang, for example without a path.
             writes_at_once: !device && at_once::pays(file_system, spec.direct),
-            mapping: (!device && mapped::pays(file_system, spec.direct)).then(Arc::default),
+            mapping: (!device && mapped::pays(file_system, spec.direct, options.read_only))
+                .then(Arc::default),
         })
     }
 }
@@ -237,7 +239,8 @@ impl Image for FileImage {
         let (abilities, syncer) = (Arc::clone(&self.abilities), Arc::clone(&self.syncer));
         let block = self.blocks.minimum;
         let mut queue = FileQueue::new(slot, block, abilities, syncer, completer.clone());
-        queue.at_once = self.writes_at_once.then(|| AtOnce::new(Arc::clone(&self.file)));
+        queue.writes_at_once =
+            self.writes_at_once.then(|| WritesAtOnce::new(Arc::clone(&self.file)));
         let reads_pages = self.mapping.is_some();
         queue.pages_at_once = reads_pages.then(|| PagesAtOnce::new(Arc::clone(&self.file)));
         let mapped =
@@ -522,38 +525,6 @@ fn create(spec: &FileSpec, file: &File) -> Result<()> {
         sync_directory(&spec.path)
     };
     set_size().map_err(|e| Error::from_io(format!("cannot create {path} with {}", Size(size)), e))
-}
-
-/// The magic numbers of network file systems (linux/magic.h, and the file systems' own headers): their storage
-/// is reached by another protocol than a block device's.
-const NETWORK_FILE_SYSTEMS: [i64; 11] = [
-    NFS,         // nfs
-    0xfe53_4d42, // smb2, also of the present cifs
-    0xff53_4d42, // cifs
-    0x00c3_6400, // ceph
-    0x0102_1997, // 9p
-    0x6b41_4653, // afs
-    0x5346_414f, // openafs
-    0x0bd0_0bd0, // lustre
-    0x4750_4653, // gpfs
-    0x6573_5546, // fuse: sshfs, glusterfs and others
-    0x1983_0326, // fhgfs, beegfs
-];
-
-/// Returns whether the file is on a network file system.
-fn is_remote(file: &File, path: &str) -> Result<bool> {
-    file_system(file, path).map(is_network)
-}
-
-fn is_network(file_system: i64) -> bool {
-    NETWORK_FILE_SYSTEMS.contains(&file_system)
-}
-
-/// Returns the magic number of the file system that has the file.
-fn file_system(file: &File, path: &str) -> Result<i64> {
-    let status = fstatfs(file)
-        .map_err(|e| Error::from_io(format!("cannot read the file system of {path}"), e.into()))?;
-    Ok(status.filesystem_type().0)
 }
 
 /// Makes the creation or removal of `path` durable.

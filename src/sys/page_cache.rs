@@ -2,6 +2,8 @@
 
 use std::os::fd::{AsFd, AsRawFd};
 
+use nix::errno::Errno;
+
 use crate::page_pipe::page_size;
 
 /// The number of cachestat(2) on x86_64 and aarch64, which the C library does not know yet.
@@ -45,7 +47,8 @@ pub(crate) fn cached_pages(file: impl AsFd, offset: u64, length: u64) -> Option<
 }
 
 /// Returns whether the page cache has all of a range of a file, so that a read of it does not wait for the disk. False, too, if
-/// that is not known. Only of the last page is it known that it is not being read any more: the kernel reads ahead in order.
+/// that is not known. Only of the last page is it known that it is not being read any more: the kernel reads ahead in order. The
+/// file must be on a local file system: see [`has_data`].
 pub fn is_cached(file: impl AsFd, offset: u64, length: u64) -> bool {
     let pages = (offset + length).div_ceil(page_size()) - offset / page_size();
     length > 0
@@ -53,7 +56,8 @@ pub fn is_cached(file: impl AsFd, offset: u64, length: u64) -> bool {
         && has_data(&file, offset + length - 1)
 }
 
-/// Returns whether a byte of a file can be read without waiting for the disk.
+/// Returns whether a byte of a file, which the page cache has, can be read without waiting for the disk. True on a file system
+/// that cannot tell: tmpfs has pages in the page cache only with their data.
 fn has_data(file: impl AsFd, offset: u64) -> bool {
     let Ok(offset) = libc::off_t::try_from(offset) else { return false };
     let mut byte = 0_u8;
@@ -62,12 +66,15 @@ fn has_data(file: impl AsFd, offset: u64) -> bool {
     let read = unsafe {
         libc::preadv2(file.as_fd().as_raw_fd(), &raw const part, 1, offset, libc::RWF_NOWAIT)
     };
-    read == 1
+    read == 1 || read == -1 && Errno::last() == Errno::EOPNOTSUPP
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
     use std::io::Write;
+
+    use nix::sys::memfd::{MFdFlags, memfd_create};
 
     use super::*;
 
@@ -84,5 +91,17 @@ mod tests {
         assert_eq!(cached_pages(&file, 4096, 4096), Some(1));
         assert!(is_cached(&file, 4095, 2 * 4096 + 1) && !is_cached(&file, 4095, 2 * 4096 + 2));
         assert!(!is_cached(&file, 0, 0));
+    }
+
+    #[test]
+    fn a_file_in_memory_is_cached_where_it_has_data() {
+        let mut file = File::from(memfd_create("volume", MFdFlags::MFD_CLOEXEC).unwrap());
+        file.write_all(&[1; 3 * 4096]).unwrap();
+        file.set_len(1 << 20).unwrap();
+        // A kernel before Linux 6.5.
+        if cached_pages(&file, 0, 4096).is_none() {
+            return;
+        }
+        assert!(is_cached(&file, 0, 3 * 4096) && !is_cached(&file, 0, 4 * 4096));
     }
 }

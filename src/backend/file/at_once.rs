@@ -1,6 +1,6 @@
 //! Short writes, and long reads of the page cache, on the thread of the connection.
 //!
-//! ext4 cannot say whether a buffered write would block, so io_uring gives each of them to a thread of the kernel. For a short
+//! Some file systems cannot say whether a buffered write would block, so io_uring gives each of them to a thread of the kernel. For a short
 //! write to the page cache, the two wake-ups take several times as long as the write. But a write may block, for example
 //! because too many pages are dirty, and the other requests of its connection wait then. So after a slow write the next
 //! ones go through the ring. So do those of a client that sends many at the same time: threads of the kernel carry them out
@@ -20,6 +20,7 @@ use cleat_sys::page_pipe::PagePipe;
 use nix::sys::uio::pwrite;
 
 use super::super::index;
+use super::file_system::{EXT4, OVERLAYFS, TMPFS};
 
 /// The maximum length of a write at once, in bytes.
 const MAX_LENGTH: u64 = 64 << 10;
@@ -37,16 +38,16 @@ const GAP: Duration = Duration::from_micros(3);
 /// The writes at once that were there already, one after the other.
 const MAX_RUN: u32 = 3;
 
-/// The magic number of ext2, ext3 and ext4 (linux/magic.h).
-const EXT4: i64 = 0xef53;
+/// Local file systems without RWF_NOWAIT for buffered writes. overlayfs does not pass it on to the file system below.
+const FILE_SYSTEMS: [i64; 3] = [EXT4, TMPFS, OVERLAYFS];
 
 /// Returns whether short writes to a file are made at once. `file_system` is the magic number of its file system.
 pub(super) fn pays(file_system: i64, direct: bool) -> bool {
-    file_system == EXT4 && !direct
+    FILE_SYSTEMS.contains(&file_system) && !direct
 }
 
 /// The writes at once of one connection.
-pub(super) struct AtOnce {
+pub(super) struct WritesAtOnce {
     file: Arc<File>,
     pause: Pause,
     /// The end of the last write, and the writes before the next one that were there already.
@@ -54,7 +55,7 @@ pub(super) struct AtOnce {
     run: u32,
 }
 
-impl AtOnce {
+impl WritesAtOnce {
     pub(super) fn new(file: Arc<File>) -> Self {
         Self { file, pause: Pause::default(), ended: None, run: 0 }
     }
@@ -149,7 +150,7 @@ mod tests {
 
     #[test]
     fn only_short_writes_are_made_at_once_and_none_for_a_time_after_a_slow_one() {
-        let mut at_once = AtOnce::new(Arc::new(tempfile::tempfile().unwrap()));
+        let mut at_once = WritesAtOnce::new(Arc::new(tempfile::tempfile().unwrap()));
         let request = |op, length| Request { op, flags: Flags::default(), offset: 0, length };
         let (bytes, long) = (vec![1; 65536], vec![1; 65537]);
         assert_eq!(at_once.write(&request(Op::Read, 65536), &bytes), None);
@@ -188,7 +189,7 @@ mod tests {
 
     #[test]
     fn writes_that_wait_for_others_are_made_at_once_only_if_they_are_few() {
-        let mut at_once = AtOnce::new(Arc::new(tempfile::tempfile().unwrap()));
+        let mut at_once = WritesAtOnce::new(Arc::new(tempfile::tempfile().unwrap()));
         let mut now = SystemClock.now();
         for _ in 0..2 {
             now += GAP;

@@ -15,7 +15,7 @@ use std::os::unix::fs::FileExt;
 
 use rustix::io::Errno;
 
-use super::{claim, is_remote};
+use super::{claim, file_system};
 use crate::extents::{self, Layout};
 use crate::store::Progress;
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -39,7 +39,7 @@ pub(super) struct Named<'a> {
 /// Returns `InUse` if `from` has a writer and its content cannot be shared, `Aborted` if `progress` stopped the
 /// copy, and the kernel's error otherwise. `to` then has an undefined content.
 pub(super) fn copy(from: Named<'_>, to: Named<'_>, progress: Progress<'_>) -> Result<()> {
-    let remote = is_remote(from.file, from.path)?;
+    let remote = file_system::is_network(file_system::of(from.file, from.path)?);
     if remote {
         lock_out_writers(from)?;
     }

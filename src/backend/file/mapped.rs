@@ -17,13 +17,14 @@ use cleat_sys::buffer::Buffer;
 use cleat_sys::file_window::{FileWindow, PART_BYTES};
 
 use super::super::{RequestId, index};
+use super::file_system::{BTRFS, EXT4, OVERLAYFS, TMPFS, XFS};
 
 /// The maximum length of a read from the mapping, in bytes. In longer ones, the copy takes most of the time.
 const MAX_LENGTH: u64 = 16 << 10;
 
-/// The magic numbers of local file systems whose files are read so (linux/magic.h): ext4, XFS and Btrfs. On others, a mapping
-/// may show old data where a read would ask a server, or a fault may wait for one.
-const FILE_SYSTEMS: [i64; 3] = [0xef53, 0x5846_5342, 0x9123_683e];
+/// Local file systems whose files are read so. On others, a mapping may show old data where a read would ask a server, or a
+/// fault may wait for one.
+const FILE_SYSTEMS: [i64; 4] = [EXT4, XFS, BTRFS, TMPFS];
 
 /// The mapping of a file, which all its queues share. It is made with the first short read.
 #[derive(Debug, Default)]
@@ -45,9 +46,11 @@ pub(super) struct Mapped {
     batch: Vec<Waiting>,
 }
 
-/// Returns whether short reads of a file may be copied from a mapping. `file_system` is the magic number of its file system.
-pub(super) fn pays(file_system: i64, direct: bool) -> bool {
-    FILE_SYSTEMS.contains(&file_system) && !direct
+/// Returns whether short reads of a file may be copied from a mapping. `file_system` is the magic number of its file system. A
+/// file of overlayfs is another one after the first process has opened it for writing, and a mapping stays with the old one.
+pub(super) fn pays(file_system: i64, direct: bool, read_only: bool) -> bool {
+    let stays = FILE_SYSTEMS.contains(&file_system) || file_system == OVERLAYFS && !read_only;
+    stays && !direct
 }
 
 impl Mapped {
@@ -150,6 +153,7 @@ mod tests {
 
     use cleat_core::request::Flags;
 
+    use super::super::file_system::NFS;
     use super::*;
 
     const BLOCK: u64 = 4096;
@@ -184,6 +188,15 @@ mod tests {
         let copied = copied.collect();
         mapped.reuse(batch);
         copied
+    }
+
+    #[test]
+    fn a_mapping_pays_for_the_page_cache_of_local_files_that_stay_the_same() {
+        for (file_system, of_read_only) in [(EXT4, true), (TMPFS, true), (OVERLAYFS, false)] {
+            assert!(pays(file_system, false, false) && !pays(file_system, true, false));
+            assert_eq!(pays(file_system, false, true), of_read_only);
+        }
+        assert!(!pays(NFS, false, false));
     }
 
     #[test]

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::super::{Completer, ImageQueue, Outcome, RequestId, Started, index};
-use super::at_once::{AtOnce, PagesAtOnce};
+use super::at_once::{PagesAtOnce, WritesAtOnce};
 use super::mapped::{Mapped, Waiting};
 use super::space::FreeSpace;
 use super::sync::Syncer;
@@ -100,7 +100,7 @@ pub(super) struct FileQueue {
     abilities: Arc<Abilities>,
     syncer: Arc<Syncer>,
     /// Writes that need no ring.
-    pub(super) at_once: Option<AtOnce>,
+    pub(super) writes_at_once: Option<WritesAtOnce>,
     /// Reads into pipes that need no ring.
     pub(super) pages_at_once: Option<PagesAtOnce>,
     /// Reads that need no ring.
@@ -136,7 +136,7 @@ impl FileQueue {
             block,
             abilities,
             syncer,
-            at_once: None,
+            writes_at_once: None,
             pages_at_once: None,
             mapped: None,
             completer,
@@ -184,7 +184,7 @@ impl FileQueue {
             Step::Splice if task.request.length >= RING_SPLICE => None,
             Step::Splice => self.pages_at_once.as_mut()?.splice(&task.request, buffer.pipe()?),
             _ if self.in_ring > 0 => None,
-            _ => self.at_once.as_mut()?.write(&task.request, buffer.payload()),
+            _ => self.writes_at_once.as_mut()?.write(&task.request, buffer.payload()),
         }
     }
 

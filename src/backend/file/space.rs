@@ -11,8 +11,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 
 use cleat_core::request::IoError;
 
-/// The magic number of NFS (linux/magic.h).
-pub(super) const NFS: i64 = 0x6969;
+use super::file_system::NFS;
 
 /// Why the last request that failed for lack of space did.
 #[derive(Debug, Default)]

@@ -68,7 +68,7 @@ fn a_durable_write_is_a_write_and_a_sync_except_with_direct_access() {
 
 #[test]
 fn a_lack_of_space_on_nfs_is_a_loss_of_earlier_writes() {
-    let nfs = FreeSpace::new(super::super::space::NFS, false);
+    let nfs = FreeSpace::new(super::super::file_system::NFS, false);
     let abilities = Abilities { space: nfs, ..Abilities::new(false, false, true) };
     let queue = queue(&Arc::new(abilities), 1);
     let mut write = task(Op::Write, Flags::default(), Step::Transfer, 512);

@@ -289,7 +289,7 @@ fn pages_of_a_short_read_go_into_the_pipe_at_once_if_the_page_cache_has_them() {
 fn a_short_write_at_once_ends_as_one_on_the_ring_does() {
     let mut bench = Bench::new(8, Abilities::new(false, false, false));
     bench.syncer.start().unwrap();
-    bench.queue.at_once = Some(AtOnce::new(Arc::clone(&bench.file)));
+    bench.queue.writes_at_once = Some(WritesAtOnce::new(Arc::clone(&bench.file)));
     bench.start(0, Op::Write, NONE, 4096, 4096);
     assert_eq!((bench.running, bench.result(0)), (0, Ok(())));
     bench.start(1, Op::Write, FUA, 8192, 4096);
@@ -304,7 +304,7 @@ fn a_short_write_at_once_ends_as_one_on_the_ring_does() {
     assert!(written[4096..].iter().all(|byte| *byte == mark(1)));
     // An error has the same meaning.
     let full = Arc::new(File::options().write(true).open("/dev/full").unwrap());
-    bench.queue.at_once = Some(AtOnce::new(full));
+    bench.queue.writes_at_once = Some(WritesAtOnce::new(full));
     bench.start(3, Op::Write, NONE, 0, 4096);
     assert_eq!((bench.running, bench.result(3)), (0, Err(IoError::NoSpace)));
 }
