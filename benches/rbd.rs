@@ -204,7 +204,7 @@ impl Setup {
             let fio = Fio::new(&format!("--ioengine=nbd --uri={uri} --size={SIZE}"), None);
             Contestant::ServerFio(server, fio)
         } else {
-            client.learn();
+            client.learn(1 << 20);
             Contestant::Server(server, client)
         };
         (name.to_owned(), contestant)

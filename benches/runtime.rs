@@ -102,7 +102,7 @@ fn start(dir: &Path, file: Option<&Path>) -> Vec<(String, (Server, Client))> {
         let server = Server::Child(command.spawn().unwrap());
         let mut client = Client::connect(socket);
         match file {
-            Some(_) => client.learn(),
+            Some(_) => client.learn(UNIT),
             None => client.fill(),
         }
         (name.to_owned(), (server, client))

@@ -112,40 +112,43 @@ impl Client {
     /// Fills the client's part with stamped data, so that no server answers from a hole. The requests are as short as
     /// possible: after long ones, ext4 has pages of 1 MiB in its cache, and a write of 4 KiB to one of them takes 50 µs.
     pub fn fill(&mut self) {
-        self.visit_units(WRITE, |_, _| 1);
+        self.visit(WRITE, UNIT, |_, _| ());
+        self.written.fill(1);
     }
 
-    /// Reads the stamps of the client's part, which is filled already.
-    pub fn learn(&mut self) {
-        let mut unit = vec![0; UNIT];
-        self.visit_units(READ, |stream, offset| {
-            stream.read_exact(&mut unit).unwrap();
-            let number = u64::from_le_bytes(*unit[8..].first_chunk().unwrap());
-            check_stamps(&unit, offset, number);
-            u32::try_from(number).unwrap()
+    /// Reads the stamps of the client's part, which is filled already, in blocks of this length.
+    pub fn learn(&mut self, block: usize) {
+        let (mut bytes, mut written) = (vec![0; block], std::mem::take(&mut self.written));
+        let first = self.part.start;
+        self.visit(READ, block, |stream, offset| {
+            stream.read_exact(&mut bytes).unwrap();
+            for (offset, unit) in (offset..).step_by(UNIT).zip(bytes.chunks_exact(UNIT)) {
+                let number = u64::from_le_bytes(*unit[8..].first_chunk().unwrap());
+                check_stamps(unit, offset, number);
+                written[(offset - first) as usize / UNIT] = u32::try_from(number).unwrap();
+            }
         });
+        self.written = written;
     }
 
-    /// Sends a request for each unit of the part. `number` takes the payload of the reply about the unit at an offset, and
-    /// returns the number of the unit's last write.
-    fn visit_units(&mut self, command: u16, mut number: impl FnMut(&mut UnixStream, u64) -> u32) {
+    /// Sends a request for each block of the part. `take` takes the payload of the reply about the block at an offset.
+    fn visit(&mut self, command: u16, block: usize, mut take: impl FnMut(&mut UnixStream, u64)) {
         const BATCH: usize = 64;
-        let units: Vec<u64> = self.part.clone().step_by(UNIT).collect();
-        for batch in units.chunks(BATCH) {
+        let blocks: Vec<u64> = self.part.clone().step_by(block).collect();
+        for batch in blocks.chunks(BATCH) {
             let mut output = Vec::new();
             for offset in batch {
-                output.extend(Request::new(command, *offset, *offset, UNIT as u32).encode());
+                output.extend(Request::new(command, *offset, *offset, block as u32).encode());
                 if command == WRITE {
-                    output.extend(stamped(*offset, UNIT));
+                    output.extend(stamped(*offset, block));
                 }
             }
             self.stream.write_all(&output).unwrap();
             for _ in batch {
                 // The cookie is the offset. Servers may answer in another order.
                 let (offset, error) = read_reply(&mut self.stream);
-                assert_eq!(error, 0, "the reply for the unit at {offset}");
-                let unit = (offset - self.part.start) as usize / UNIT;
-                self.written[unit] = number(&mut self.stream, offset);
+                assert_eq!(error, 0, "the reply for the block at {offset}");
+                take(&mut self.stream, offset);
             }
         }
     }

@@ -169,6 +169,8 @@ impl Report {
         let machine = vec![
             ("processor", processor()),
             ("kernel", read("/proc/sys/kernel/osrelease")),
+            // How long an idle processor of a virtual machine polls before it halts, which decides what a wake-up costs.
+            ("guest_halt_poll_ns", idle_polling()),
             ("load before", read("/proc/loadavg")),
             ("cleat", revision()),
             ("nbdkit", first_line("nbdkit", &["--version"])),
@@ -301,6 +303,11 @@ fn processor() -> String {
     let model = text.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
     let count = text.lines().filter(|line| line.starts_with("processor")).count();
     format!("{count} × {}", model.map_or("?", |(_, model)| model))
+}
+
+fn idle_polling() -> String {
+    let text = read("/sys/module/haltpoll/parameters/guest_halt_poll_ns");
+    if text.is_empty() { "not in use".to_owned() } else { text }
 }
 
 fn read(path: &str) -> String {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::resource::{UsageWho, getrusage};
 
-use crate::common::client::{Client, Figures, Load, fill_file};
+use crate::common::client::{Client, Figures, Load, UNIT, fill_file};
 use crate::common::fio::Fio;
 use crate::common::report::{BARE, CLEAT, FIO, Measurement, NBD_SERVER, NBDKIT, QEMU_NBD};
 use crate::common::{Server, cpu_seconds};
@@ -215,7 +215,7 @@ impl Setup {
     ) -> Started {
         let file = self.next_file();
         let mut started = self.servers(name, 1, connections, |socket| command(&file, socket))?;
-        started.1.clients().iter_mut().for_each(Client::learn);
+        started.1.clients().iter_mut().for_each(|client| client.learn(UNIT));
         Some(started)
     }
 
