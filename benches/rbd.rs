@@ -253,8 +253,12 @@ enum Contestant {
 }
 
 impl Drop for Contestant {
-    /// Ends the server as a service manager does, so that it releases the lock of the image.
+    /// Ends the server as a service manager does, so that it releases the lock of the image. qemu-nbd ends after its last
+    /// client has gone.
     fn drop(&mut self) {
+        if let Self::Server(_, client) = self {
+            client.disconnect();
+        }
         if let Self::Server(server, _) | Self::ServerFio(server, _) = self {
             kill(server.id(), Signal::SIGTERM);
             wait_until("the server ends", || server.has_ended());

@@ -9,6 +9,7 @@
 
 use std::fs::File;
 use std::io::{Read, Write};
+use std::net::Shutdown;
 use std::ops::Range;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -151,6 +152,11 @@ impl Client {
                 take(&mut self.stream, offset);
             }
         }
+    }
+
+    /// Closes the connection, if the server has not.
+    pub fn disconnect(&self) {
+        let _ = self.stream.shutdown(Shutdown::Both);
     }
 
     /// Keeps `depth` requests in flight for `time`, and checks every reply.
