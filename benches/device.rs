@@ -24,7 +24,7 @@ use test_kit::ceph::{Cluster, ID, POOL};
 
 use common::client::Load;
 use common::fio::Fio;
-use common::report::{CLEAT, Measurement, Must, REVISION, Report, Result, revision};
+use common::report::{CLEAT, Measurement, Must, REVISION, Report, revision};
 use common::{in_rounds, number};
 
 /// Set in the machine.
@@ -145,9 +145,7 @@ fn measure_all() {
         let named = || contestants.iter().map(|it| (it.name.to_owned(), it)).collect();
         let measured = in_rounds(rounds, rows, named, |row, it| measure(row, &it.device, time));
         for (row, measured) in rows.iter().zip(measured) {
-            let result = Result::new(row.name, row.must, measured);
-            println!("{}", result.text());
-            report.results.push(result);
+            report.add(row.name, row.must, measured);
         }
         contestants.iter().for_each(|contestant| drop(shell(&contestant.end)));
     }

@@ -28,7 +28,7 @@ use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion, FileSlot, Ring, Token};
 use cleat_sys::send_list::SendList;
 use common::client::{Client, READS, UNIT, fill_file};
-use common::report::{CLEAT, Measurement, Report, Result};
+use common::report::{CLEAT, Measurement, Report};
 use common::{Server, cpu_seconds, in_rounds, number};
 use futures::future::join_all;
 use test_kit::nbd::wire::{READ, REQUEST_LEN, Request, encode_reply};
@@ -81,9 +81,7 @@ fn main() {
             Measurement::of_clients(&[figures], cpu_seconds(server.id()) - before)
         });
         for ((row, _), measured) in rows.into_iter().zip(measured) {
-            let result = Result::new(row, &[], measured);
-            println!("{}", result.text());
-            report.results.push(result);
+            report.add(row, &[], measured);
         }
     }
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap().join("bench/runtime");

@@ -68,7 +68,7 @@ pub struct Report {
     machine: Vec<(&'static str, String)>,
     rounds: usize,
     time: Duration,
-    pub results: Vec<Result>,
+    results: Vec<Result>,
     pub skipped: Vec<String>,
 }
 
@@ -120,7 +120,7 @@ impl Result {
     }
 
     /// Returns the results as lines for a terminal.
-    pub fn text(&self) -> String {
+    fn text(&self) -> String {
         let mut text = self.name.to_owned();
         for Figures { name, rate, ratio, cpu_us, latency_us, .. } in &self.figures {
             let latency = latency_us.map_or_else(String::new, |[p50, p99, p999]| {
@@ -179,6 +179,13 @@ impl Report {
             ("fio", first_line("fio", &["--version"])),
         ];
         Self { conditions, machine, rounds, time, results: Vec::new(), skipped: Vec::new() }
+    }
+
+    /// Adds a row, and prints it.
+    pub fn add(&mut self, name: &'static str, must: &[Must], measured: Measured<Measurement>) {
+        let result = Result::new(name, must, measured);
+        println!("{}", result.text());
+        self.results.push(result);
     }
 
     /// Writes `report.md`, `report.json` and `report.svg`.

@@ -30,7 +30,7 @@ mod rows;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use common::report::{Report, Result};
+use common::report::Report;
 use common::{in_rounds, number};
 use contestants::{Contestant, Setup};
 use rows::{ROWS, Row};
@@ -52,9 +52,7 @@ fn main() {
         let measure = |row: &&Row, contestant: &mut Contestant| contestant.measure(row, time);
         let measured = in_rounds(rounds, rows, start, measure);
         for (row, measured) in rows.iter().zip(measured) {
-            let result = Result::new(row.name, row.must, measured);
-            println!("{}", result.text());
-            report.results.push(result);
+            report.add(row.name, row.must, measured);
         }
     }
     report.skipped = setup.skipped();
