@@ -197,8 +197,9 @@ impl FileImage {
             syncer,
             // A device may hang, for example without a path.
             writes_at_once: !device && at_once::pays(file_system, spec.direct),
-            mapping: (!device && mapped::pays(file_system, spec.direct, options.read_only))
-                .then(Arc::default),
+            mapping: Mapping::new(file_system, spec.direct, options.read_only)
+                .filter(|_| !device)
+                .map(Arc::new),
         })
     }
 }

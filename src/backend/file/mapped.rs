@@ -16,7 +16,7 @@ use cleat_core::request::{Op, Request};
 use cleat_sys::buffer::Buffer;
 use cleat_sys::file_window::{FileWindow, PART_BYTES};
 
-use super::super::{RequestId, index};
+use super::super::{RequestId, extents, index};
 use super::file_system::{BTRFS, EXT4, OVERLAYFS, TMPFS, XFS};
 
 /// The maximum length of a read from the mapping, in bytes. In longer ones, the copy takes most of the time.
@@ -26,9 +26,15 @@ const MAX_LENGTH: u64 = 16 << 10;
 /// fault may wait for one.
 const FILE_SYSTEMS: [i64; 4] = [EXT4, XFS, BTRFS, TMPFS];
 
-/// The mapping of a file, which all its queues share. It is made with the first short read.
-#[derive(Debug, Default)]
-pub(super) struct Mapping(OnceLock<Option<FileWindow>>);
+/// The mapping of a file, which all its queues share.
+#[derive(Debug)]
+pub(super) struct Mapping {
+    /// It is made with the first short read. `None`: the kernel refuses it.
+    window: OnceLock<Option<FileWindow>>,
+    /// A page fault in a hole takes memory for the hole, so holes are not read from the mapping: tmpfs, which may also be
+    /// below overlayfs.
+    fills_holes: bool,
+}
 
 /// A read that waits for the end of its batch.
 pub(super) struct Waiting {
@@ -46,11 +52,15 @@ pub(super) struct Mapped {
     batch: Vec<Waiting>,
 }
 
-/// Returns whether short reads of a file may be copied from a mapping. `file_system` is the magic number of its file system. A
-/// file of overlayfs is another one after the first process has opened it for writing, and a mapping stays with the old one.
-pub(super) fn pays(file_system: i64, direct: bool, read_only: bool) -> bool {
-    let stays = FILE_SYSTEMS.contains(&file_system) || file_system == OVERLAYFS && !read_only;
-    stays && !direct
+impl Mapping {
+    /// `None` if short reads of a file are not copied from a mapping. `file_system` is the magic number of its file system. A
+    /// file of overlayfs is another one after the first process has opened it for writing, and a mapping stays with the old
+    /// one.
+    pub(super) fn new(file_system: i64, direct: bool, read_only: bool) -> Option<Self> {
+        let stays = FILE_SYSTEMS.contains(&file_system) || file_system == OVERLAYFS && !read_only;
+        let fills_holes = matches!(file_system, TMPFS | OVERLAYFS);
+        (stays && !direct).then(|| Self { window: OnceLock::new(), fills_holes })
+    }
 }
 
 impl Mapped {
@@ -103,12 +113,15 @@ impl Mapped {
     }
 
     fn window(&self) -> Option<&FileWindow> {
-        self.mapping.0.get().and_then(Option::as_ref)
+        self.mapping.window.get().and_then(Option::as_ref)
     }
 
     /// Records that a read has found its whole range, so that the page cache has it now.
     pub(super) fn was_read(&self, request: &Request) {
-        if !is_short(request) {
+        let range = request.offset..request.offset + request.length;
+        if !is_short(request)
+            || self.mapping.fills_holes && extents::may_have_hole(&self.file, &range)
+        {
             return;
         }
         let new = || {
@@ -116,7 +129,7 @@ impl Mapped {
                 .inspect_err(|error| tracing::info!("all reads go to the ring: {error}"))
                 .ok()
         };
-        if let Some(window) = self.mapping.0.get_or_init(new) {
+        if let Some(window) = self.mapping.window.get_or_init(new) {
             let (part, skip) = place(request);
             window.prove(part, &self.file, request.offset - skip, skip, index(request.length));
         }
@@ -149,9 +162,10 @@ fn place(request: &Request) -> (u64, u64) {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::FileExt;
+    use std::os::unix::fs::{FileExt, MetadataExt};
 
     use cleat_core::request::Flags;
+    use nix::sys::memfd::{MFdFlags, memfd_create};
 
     use super::super::file_system::NFS;
     use super::*;
@@ -167,7 +181,7 @@ mod tests {
         let length = PARTS * PART_BYTES as u64;
         file.write_all_at(&vec![1; index(length - BLOCK)], 0).unwrap();
         file.set_len(length).unwrap();
-        Mapped::new(Arc::new(file), Arc::default())
+        Mapped::new(Arc::new(file), Arc::new(Mapping::new(EXT4, false, false).unwrap()))
     }
 
     fn read(offset: u64, length: u64) -> Request {
@@ -191,12 +205,27 @@ mod tests {
     }
 
     #[test]
-    fn a_mapping_pays_for_the_page_cache_of_local_files_that_stay_the_same() {
+    fn a_mapping_is_for_the_page_cache_of_local_files_that_stay_the_same() {
         for (file_system, of_read_only) in [(EXT4, true), (TMPFS, true), (OVERLAYFS, false)] {
-            assert!(pays(file_system, false, false) && !pays(file_system, true, false));
-            assert_eq!(pays(file_system, false, true), of_read_only);
+            let mapping = |direct, read_only| Mapping::new(file_system, direct, read_only);
+            assert!(mapping(false, false).is_some() && mapping(true, false).is_none());
+            assert_eq!(mapping(false, true).is_some(), of_read_only);
         }
-        assert!(!pays(NFS, false, false));
+        assert!(Mapping::new(NFS, false, false).is_none());
+    }
+
+    #[test]
+    fn the_holes_of_a_file_in_memory_stay_holes() {
+        let file = File::from(memfd_create("volume", MFdFlags::MFD_CLOEXEC).unwrap());
+        file.write_all_at(&[1; 4096], 0).unwrap();
+        file.set_len(PART_BYTES as u64).unwrap();
+        let mut mapped =
+            Mapped::new(Arc::new(file), Arc::new(Mapping::new(TMPFS, false, false).unwrap()));
+        let (data, hole) = (read(0, BLOCK), read(BLOCK, BLOCK));
+        [data, hole].iter().for_each(|read| mapped.was_read(read));
+        assert_eq!(copied(&mut mapped, &[data]), [true]);
+        assert_eq!(copied(&mut mapped, &[hole]), [false]);
+        assert_eq!(mapped.file.metadata().unwrap().blocks(), BLOCK / 512);
     }
 
     #[test]
