@@ -1,6 +1,6 @@
 //! `cargo bench --bench device`: /dev/nbdX of cleat beside those of nbd-client with other servers, and of rbd-nbd, in a
-//! virtual machine (`tests/vm/run`). fio loads each device with direct I/O, in turns. Figures are medians, and ratios are medians of the ratios within one round. The report
-//! (Markdown, JSON, and a plot as SVG) is below `target/bench/device`.
+//! virtual machine (`tests/vm/run`). fio loads each device with direct I/O, in turns. Figures are medians, and ratios are
+//! medians of the ratios within one round. The report (Markdown, JSON, and a plot as SVG) is below `target/bench/device`.
 //!
 //! `ROUNDS` (5) and `SECONDS` (3) change the number of rounds and the length of a measurement. Without KVM the machine is
 //! emulated, so only the ratios say something.

@@ -40,7 +40,8 @@ use test_kit::ceph::{Cluster, ID, POOL};
 use test_kit::process::kill;
 use test_kit::wait::wait_until;
 
-const SIZE: u64 = 512 << 20;
+/// The size of each image, in bytes. All of them fill half of the OSD, which has 4 GiB.
+const SIZE: u64 = 256 << 20;
 
 /// The options of all contestants: a write is answered after its replication.
 const OPTIONS: &str = "[client]\nrbd_cache = false\n";
@@ -229,9 +230,10 @@ impl Setup {
 
     /// Makes and fills an image, if it does not exist yet.
     fn fill(&self, name: &str) {
-        if self.pool.create(name, SIZE, &NewImage::default()).is_err() {
-            return;
-        }
+        match self.pool.create(name, SIZE, &NewImage::default()) {
+            Err(error) if error.errno() == Some(libc::EEXIST) => return,
+            created => created.unwrap(),
+        };
         let image = self.pool.open(name, None, librbd::Open::Write).unwrap();
         let (sender, completed) = std::sync::mpsc::channel();
         let mut submitter = image.submitter(1, move |completion| sender.send(completion).unwrap());
@@ -239,7 +241,7 @@ impl Setup {
         for offset in (0..SIZE).step_by(PIECE) {
             let data = stamped(offset, PIECE);
             submitter.start((), librbd::Io::Write { offset }, Some(data)).unwrap();
-            completed.recv().unwrap();
+            assert_eq!(completed.recv().unwrap().result, 0, "the write to {name} at {offset}");
         }
     }
 }

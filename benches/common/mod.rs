@@ -16,9 +16,9 @@ use nix::sys::signal::Signal;
 pub type Measured<Measurement> = Vec<(String, Vec<Measurement>)>;
 
 /// Measures all rows in each round, and returns the measurements of each row. `start` returns the contestants of a round,
-/// with their names; they end with the round, because where the memory of a server and of its volume is, makes a difference
-/// of up to a factor of 2. Each round begins with another contestant, and every second one goes backwards, so that none
-/// always follows the same one.
+/// with their names, and should start them anew, because where the memory of a server and of its volume is, makes a
+/// difference of up to a factor of 2. Each round begins with another contestant, and every second one goes backwards, so
+/// that none always follows the same one.
 pub fn in_rounds<Row, Contestant, Measurement>(
     rounds: usize,
     rows: &[Row],

@@ -1,10 +1,10 @@
 //! Short writes, and long reads of the page cache, on the thread of the connection.
 //!
-//! Some file systems cannot say whether a buffered write would block, so io_uring gives each of them to a thread of the kernel. For a short
-//! write to the page cache, the two wake-ups take several times as long as the write. But a write may block, for example
-//! because too many pages are dirty, and the other requests of its connection wait then. So after a slow write the next
-//! ones go through the ring. So do those of a client that sends many at the same time: threads of the kernel carry them out
-//! on other processors.
+//! Some file systems cannot say whether a buffered write would block, so io_uring gives each of them to a thread of the
+//! kernel. For a short write to the page cache, the two wake-ups take several times as long as the write. But a write may
+//! block, for example because too many pages are dirty, and the other requests of its connection wait then. So after a slow
+//! write the next ones go through the ring. So do those of a client that sends many at the same time: threads of the kernel
+//! carry them out on other processors.
 //!
 //! io_uring gives every read into a pipe to a thread of the kernel, too, because splice(2) cannot say whether it would block. It
 //! blocks only where the page cache lacks pages, or has some that are still being read; what the page cache has is asked before.
