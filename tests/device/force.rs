@@ -246,7 +246,12 @@ pub(crate) fn namespaces(device: &str) {
     if kernel_is_at_least(6, 5) {
         shell(&format!("test -z \"$(ls {POD_VOLUME})\""));
         let pid = container.id();
-        shell(&format!("kill -STOP {pid}; nsenter --mount --target {pid} umount /data"));
+        signal("STOP", pid);
+        // Until then, the process may be about to open its file, and the mount is busy.
+        wait_until("the process has stopped", || {
+            shell(&format!("cat /proc/{pid}/stat")).contains(") T ")
+        });
+        shell(&format!("nsenter --mount --target {pid} umount /data"));
         shell(&format!("test -z \"$(nsenter --mount --target {pid} ls /data)\""));
     }
     for child in [&mut copy, &mut own, &mut container] {
