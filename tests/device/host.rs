@@ -39,6 +39,10 @@ const SLOTS: usize = 3;
 /// Exit status of this program when a virtual machine could not be run.
 const EXIT_HARNESS: i32 = 123;
 
+/// The exit statuses of `tests/vm/run` that are not those of the command: the kernel panicked, or the machine did not boot, or
+/// it ended early.
+const MACHINE_FAILURES: [i32; 3] = [121, 122, EXIT_HARNESS];
+
 /// One virtual machine and the tests that it runs.
 struct Machine {
     name: String,
@@ -80,11 +84,7 @@ pub(crate) fn run(
                 loop {
                     let next = waiting.lock().expect("no panic").pop_front();
                     let Some(machine) = next else { return };
-                    let (mut code, results) = boot(payload.path(), &machine);
-                    if code == 0 && reported(&results) != machine.trials.len() {
-                        println!("{}: not all of its tests have run", machine.name);
-                        code = EXIT_HARNESS;
-                    }
+                    let (code, results) = run_machine(payload.path(), &machine);
                     ended.lock().expect("no panic").push((machine.name, (code, results)));
                 }
             });
@@ -98,6 +98,21 @@ pub(crate) fn run(
         println!("{name}: {}", if counts.is_empty() { "no results" } else { counts });
     }
     ended.into_iter().map(|(_, (code, _))| code).find(|code| *code != 0).unwrap_or(0)
+}
+
+/// Boots a machine and runs its tests. A machine that fails before its tests have ended boots once more; `scripts/run-suites`
+/// lists it as unstable if they pass then. Returns the exit status, and the line with the results.
+fn run_machine(payload: &Path, machine: &Machine) -> (i32, String) {
+    let (mut code, mut results) = boot(payload, machine);
+    if MACHINE_FAILURES.contains(&code) && results.is_empty() {
+        println!("{}: failed before its tests had ended, and boots again", machine.name);
+        (code, results) = boot(payload, machine);
+    }
+    if code == 0 && reported(&results) != machine.trials.len() {
+        println!("{}: not all of its tests have run", machine.name);
+        code = EXIT_HARNESS;
+    }
+    (code, results)
 }
 
 /// Returns how many tests libtest's summary line counts as passed, failed or ignored.
