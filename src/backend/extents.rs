@@ -100,16 +100,6 @@ pub fn has_data(file: impl AsFd) -> io::Result<bool> {
     }
 }
 
-/// Returns whether a short range of a file may have a hole, or is not all within the file. Each block is asked for on its own,
-/// because tmpfs looks for a hole page by page up to the end of the file.
-pub fn may_have_hole(file: impl AsFd, range: &Range<u64>) -> bool {
-    const BLOCK: usize = 4096;
-    let first = range.start - range.start % BLOCK as u64;
-    let mut blocks = (first..range.end).step_by(BLOCK);
-    let has_data = |block| seek(&file, block, Whence::SeekData).is_ok_and(|at| at == Some(block));
-    !blocks.all(has_data)
-}
-
 /// Returns `None` behind the last data and behind the end of the file.
 fn seek(file: impl AsFd, position: u64, whence: Whence) -> io::Result<Option<u64>> {
     let position = i64::try_from(position).map_err(|_| io::Error::from(Errno::EINVAL))?;
@@ -127,17 +117,6 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-
-    #[test]
-    fn a_hole_is_found_anywhere_in_a_range() {
-        let file = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
-        file.write_all_at(&vec![1; 1 << 20], 0).unwrap();
-        file.set_len(2 << 20).unwrap();
-        assert!(!may_have_hole(&file, &(0..1 << 20)));
-        for range in [0..(1 << 20) + 1, 1 << 20..2 << 20, 2 << 20..3 << 20] {
-            assert!(may_have_hole(&file, &range), "{range:?}");
-        }
-    }
 
     #[test]
     fn the_kernel_reports_the_holes_of_a_sparse_file() {

@@ -1,5 +1,6 @@
-//! Raw files and block devices. The ring of each connection's thread serves all requests, except short writes on ext4 (see
-//! `at_once`).
+//! Raw files and block devices. The ring of each connection's thread serves all requests, except those that the thread itself
+//! executes on some local file systems: short writes and some longer reads (see `at_once`), and short reads of the page cache,
+//! which are copied from a mapping of the file (see `mapped`).
 //!
 //! - FLUSH is `fdatasync`, one at a time for the whole volume (see `sync`). FUA is a write and then such a
 //!   sync, or `RWF_DSYNC` with direct access (see `queue`). After one failed sync every later FLUSH and every
@@ -16,7 +17,6 @@
 //!   not repeated at all: a server may execute a write after the client has given it up.
 //! - A request on a file whose file system is full may wait for space (see `space`). One on a device may not:
 //!   there ENOSPC also means that the device has become smaller.
-//! - Short reads of the page cache are copied from a mapping of the file (see `mapped`).
 //! - CACHE makes the kernel read ahead a part of the range, of a bounded length.
 //! - The identity of a volume is that of the open file or device (`cleat_sys::volume_id`), never its path. A
 //!   successor by handover has the file of its predecessor, also where the path leads to another one.
@@ -177,6 +177,8 @@ impl FileImage {
         let identity = identity(&file, device, &path)?;
         let file_system = file_system::of(&file, &path)?;
         let remote = !device && file_system::is_network(file_system);
+        // A device may hang, for example without a path.
+        let local = !device && file_system::is_local(file_system, &file);
         let mut abilities = Abilities::new(device, spec.direct, remote);
         abilities.space = FreeSpace::new(file_system, spec.direct);
         let file = Arc::new(file);
@@ -195,10 +197,9 @@ impl FileImage {
             blocks,
             abilities: Arc::new(abilities),
             syncer,
-            // A device may hang, for example without a path.
-            writes_at_once: !device && at_once::pays(file_system, spec.direct),
+            writes_at_once: local && at_once::pays(file_system, spec.direct),
             mapping: Mapping::new(file_system, spec.direct, options.read_only)
-                .filter(|_| !device)
+                .filter(|_| local)
                 .map(Arc::new),
         })
     }
@@ -242,8 +243,10 @@ impl Image for FileImage {
         let mut queue = FileQueue::new(slot, block, abilities, syncer, completer.clone());
         queue.writes_at_once =
             self.writes_at_once.then(|| WritesAtOnce::new(Arc::clone(&self.file)));
-        let reads_pages = self.mapping.is_some();
-        queue.pages_at_once = reads_pages.then(|| PagesAtOnce::new(Arc::clone(&self.file)));
+        let pages_at_once = |mapping: &Arc<Mapping>| {
+            PagesAtOnce::new(Arc::clone(&self.file), mapping.is_in_memory())
+        };
+        queue.pages_at_once = self.mapping.as_ref().map(pages_at_once);
         let mapped =
             |mapping: &Arc<Mapping>| Mapped::new(Arc::clone(&self.file), Arc::clone(mapping));
         queue.mapped = self.mapping.as_ref().map(mapped);

@@ -14,6 +14,19 @@ mod raw {
     ioctl_read_bad!(blkpbszget, 0x127b, libc::c_uint);
     ioctl_readwrite!(fifreeze, b'X', 119, libc::c_int);
     ioctl_readwrite!(fithaw, b'X', 120, libc::c_int);
+    ioctl_readwrite!(fiemap, b'f', 11, Fiemap);
+
+    /// `struct fiemap` of linux/fiemap.h, without extents.
+    #[derive(Default)]
+    #[repr(C)]
+    pub(super) struct Fiemap {
+        pub(super) start: u64,
+        pub(super) length: u64,
+        pub(super) flags: u32,
+        pub(super) mapped_extents: u32,
+        pub(super) extent_count: u32,
+        pub(super) reserved: u32,
+    }
 }
 
 /// Returns the size of a block device, in bytes (BLKGETSIZE64).
@@ -61,6 +74,14 @@ pub fn physical_block_size(device: impl AsFd) -> io::Result<u32> {
     // SAFETY: the kernel stores one c_uint in `size`.
     unsafe { raw::blkpbszget(device.as_fd().as_raw_fd(), &raw mut size)? };
     Ok(size)
+}
+
+/// Returns whether the file system of `file` can say where on a disk the file is (FIEMAP). On overlayfs, the file system that
+/// has the file answers (`ovl_fiemap`). tmpfs, FUSE and NFS cannot say it.
+pub fn is_on_disk(file: impl AsFd) -> bool {
+    let mut first_byte = raw::Fiemap { length: 1, ..raw::Fiemap::default() };
+    // SAFETY: the kernel stores the number of extents in the struct, and no extents, because it has room for none.
+    unsafe { raw::fiemap(file.as_fd().as_raw_fd(), &raw mut first_byte) }.is_ok()
 }
 
 /// Freezes the file system of `file` (FIFREEZE). The kernel writes dirty data to the device; later writes

@@ -3,8 +3,8 @@
 //!
 //! A page fault waits for the disk if the page cache no longer has the page. mincore(2) does not help: its answer is that
 //! every page is there if the user of the process may not write to the file (`can_do_mincore` in mm/mincore.c). So a page is
-//! copied from the window only if it was proved in the last minute that the page cache has it: by a write or a read of the page,
-//! or because the page cache had all pages of the part. If a fault has read the disk nevertheless, all proofs end, after one copy
+//! copied from the window only if it was proved in the last minute that the page cache has it: by a read of the page, or
+//! because the page cache had all pages of the part. If a fault has read the disk nevertheless, all proofs end, after one copy
 //! that took long, or after a few others; and for a second there are no new ones.
 //!
 //! A file may become shorter, and its disk may fail. The kernel then sends SIGBUS to the thread that copies. The handler puts

@@ -2,8 +2,6 @@
 
 use std::os::fd::{AsFd, AsRawFd};
 
-use nix::errno::Errno;
-
 use crate::page_pipe::page_size;
 
 /// The number of cachestat(2) on x86_64 and aarch64, which the C library does not know yet.
@@ -46,18 +44,21 @@ pub(crate) fn cached_pages(file: impl AsFd, offset: u64, length: u64) -> Option<
     (result == 0).then_some(counts.cached)
 }
 
-/// Returns whether the page cache has all of a range of a file, so that a read of it does not wait for the disk. False, too, if
-/// that is not known. Only of the last page is it known that it is not being read any more: the kernel reads ahead in order. The
-/// file must be on a local file system: see [`has_data`].
-pub fn is_cached(file: impl AsFd, offset: u64, length: u64) -> bool {
+/// Returns whether the page cache has pages for all of a range of a file. Those of tmpfs have their data; on a disk, they may
+/// still be being read. False, too, if that is not known: see [`cached_pages`].
+pub fn has_pages(file: impl AsFd, offset: u64, length: u64) -> bool {
     let pages = (offset + length).div_ceil(page_size()) - offset / page_size();
-    length > 0
-        && cached_pages(&file, offset, length) == Some(pages)
-        && has_data(&file, offset + length - 1)
+    length > 0 && cached_pages(&file, offset, length) == Some(pages)
 }
 
-/// Returns whether a byte of a file, which the page cache has, can be read without waiting for the disk. True on a file system
-/// that cannot tell: tmpfs has pages in the page cache only with their data.
+/// Returns whether the page cache has all of a range of a file, so that a read of it does not wait for the disk. False, too, if
+/// that is not known. Only of the last page is it known that it is not being read any more: the kernel reads ahead in order.
+pub fn is_cached(file: impl AsFd, offset: u64, length: u64) -> bool {
+    has_pages(&file, offset, length) && has_data(&file, offset + length - 1)
+}
+
+/// Returns whether a byte of a file, which the page cache has, can be read without waiting for the disk. False, too, on a file
+/// system that cannot tell.
 fn has_data(file: impl AsFd, offset: u64) -> bool {
     let Ok(offset) = libc::off_t::try_from(offset) else { return false };
     let mut byte = 0_u8;
@@ -66,7 +67,7 @@ fn has_data(file: impl AsFd, offset: u64) -> bool {
     let read = unsafe {
         libc::preadv2(file.as_fd().as_raw_fd(), &raw const part, 1, offset, libc::RWF_NOWAIT)
     };
-    read == 1 || read == -1 && Errno::last() == Errno::EOPNOTSUPP
+    read == 1
 }
 
 #[cfg(test)]
@@ -90,11 +91,10 @@ mod tests {
         assert_eq!(cached_pages(&file, 0, 1 << 20), Some(3));
         assert_eq!(cached_pages(&file, 4096, 4096), Some(1));
         assert!(is_cached(&file, 4095, 2 * 4096 + 1) && !is_cached(&file, 4095, 2 * 4096 + 2));
-        assert!(!is_cached(&file, 0, 0));
     }
 
     #[test]
-    fn a_file_in_memory_is_cached_where_it_has_data() {
+    fn a_file_in_memory_has_pages_where_it_has_data() {
         let mut file = File::from(memfd_create("volume", MFdFlags::MFD_CLOEXEC).unwrap());
         file.write_all(&[1; 3 * 4096]).unwrap();
         file.set_len(1 << 20).unwrap();
@@ -102,6 +102,7 @@ mod tests {
         if cached_pages(&file, 0, 4096).is_none() {
             return;
         }
-        assert!(is_cached(&file, 0, 3 * 4096) && !is_cached(&file, 0, 4 * 4096));
+        assert!(has_pages(&file, 0, 3 * 4096) && !has_pages(&file, 0, 4 * 4096));
+        assert!(!has_pages(&file, 0, 0));
     }
 }

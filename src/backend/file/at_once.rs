@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::request::{Op, Request};
-use cleat_sys::page_cache::is_cached;
+use cleat_sys::page_cache::{has_pages, is_cached};
 use cleat_sys::page_pipe::PagePipe;
 use nix::sys::uio::pwrite;
 
@@ -38,10 +38,10 @@ const GAP: Duration = Duration::from_micros(3);
 /// The writes at once that were there already, one after the other.
 const MAX_RUN: u32 = 3;
 
-/// Local file systems without RWF_NOWAIT for buffered writes. overlayfs does not pass it on to the file system below.
+/// File systems without RWF_NOWAIT for buffered writes. overlayfs does not pass it on to the file system below.
 const FILE_SYSTEMS: [i64; 3] = [EXT4, TMPFS, OVERLAYFS];
 
-/// Returns whether short writes to a file are made at once. `file_system` is the magic number of its file system.
+/// Returns whether short writes to a file are made at once. `file_system` is the magic number of its file system, which is local.
 pub(super) fn pays(file_system: i64, direct: bool) -> bool {
     FILE_SYSTEMS.contains(&file_system) && !direct
 }
@@ -98,18 +98,20 @@ impl WritesAtOnce {
 /// The reads into pipes at once of one connection.
 pub(super) struct PagesAtOnce {
     file: Arc<File>,
+    /// The file is on tmpfs, whose pages never wait for a disk.
+    in_memory: bool,
     pause: Pause,
 }
 
 impl PagesAtOnce {
-    pub(super) fn new(file: Arc<File>) -> Self {
-        Self { file, pause: Pause::default() }
+    pub(super) fn new(file: Arc<File>, in_memory: bool) -> Self {
+        Self { file, in_memory, pause: Pause::default() }
     }
 
     /// Puts the range of a read into `pipe`, if the page cache has it, and if the last one was not slow. Returns the number of
     /// bytes, or the negative errno, as the ring does.
     pub(super) fn splice(&mut self, request: &Request, pipe: &PagePipe) -> Option<i32> {
-        if self.pause.applies() || !is_cached(&self.file, request.offset, request.length) {
+        if self.pause.applies() || !self.is_cached(request) {
             return None;
         }
         let began = SystemClock.now();
@@ -119,6 +121,15 @@ impl PagesAtOnce {
             Ok(moved) => i32::try_from(moved).ok()?,
             Err(error) => -error.raw_os_error().unwrap_or(libc::EIO),
         })
+    }
+
+    fn is_cached(&self, request: &Request) -> bool {
+        let Request { offset, length, .. } = *request;
+        if self.in_memory {
+            has_pages(&self.file, offset, length)
+        } else {
+            is_cached(&self.file, offset, length)
+        }
     }
 }
 
@@ -173,7 +184,7 @@ mod tests {
         pwrite(&file, &vec![1; 65536], 0).unwrap();
         let is_known = is_cached(&file, 0, 65536);
         let (pipe, mut at_once) =
-            (PagePipe::new(1 << 20).unwrap(), PagesAtOnce::new(Arc::new(file)));
+            (PagePipe::new(1 << 20).unwrap(), PagesAtOnce::new(Arc::new(file), false));
         let read =
             |offset| Request { op: Op::Read, flags: Flags::default(), offset, length: 65536 };
         let result = is_known.then_some(65536);

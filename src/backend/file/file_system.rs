@@ -3,6 +3,7 @@
 use std::fs::File;
 
 use cleat_core::error::{Error, Result};
+use cleat_sys::block::is_on_disk;
 use nix::sys::statfs::fstatfs;
 
 pub(super) const BTRFS: i64 = 0x9123_683e;
@@ -35,6 +36,35 @@ pub(super) fn of(file: &File, path: &str) -> Result<i64> {
     Ok(status.filesystem_type().0)
 }
 
+/// Returns whether the file system has its files in memory or on a disk of this node. Unknown ones of overlayfs are taken for
+/// remote: below it may be a FUSE file system, whose server can hang.
+pub(super) fn is_local(file_system: i64, file: &File) -> bool {
+    match file_system {
+        BTRFS | EXT4 | TMPFS | XFS => true,
+        OVERLAYFS => is_on_disk(file),
+        _ => false,
+    }
+}
+
 pub(super) fn is_network(file_system: i64) -> bool {
     NETWORK.contains(&file_system)
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::sys::memfd::{MFdFlags, memfd_create};
+
+    use super::*;
+
+    #[test]
+    fn overlayfs_is_local_where_its_files_are_on_a_disk() {
+        let executable = std::env::current_exe().unwrap();
+        let on_disk = tempfile::tempfile_in(executable.parent().unwrap()).unwrap();
+        if [BTRFS, EXT4, XFS].contains(&of(&on_disk, "file").unwrap()) {
+            assert!(is_local(OVERLAYFS, &on_disk));
+        }
+        let in_memory = File::from(memfd_create("volume", MFdFlags::MFD_CLOEXEC).unwrap());
+        assert!(!is_local(OVERLAYFS, &in_memory) && is_local(TMPFS, &in_memory));
+        assert!(!is_local(NFS, &on_disk));
+    }
 }

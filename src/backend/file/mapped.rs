@@ -15,25 +15,22 @@ use std::sync::{Arc, OnceLock};
 use cleat_core::request::{Op, Request};
 use cleat_sys::buffer::Buffer;
 use cleat_sys::file_window::{FileWindow, PART_BYTES};
+use cleat_sys::page_cache::has_pages;
 
-use super::super::{RequestId, extents, index};
-use super::file_system::{BTRFS, EXT4, OVERLAYFS, TMPFS, XFS};
+use super::super::{RequestId, index};
+use super::file_system::{OVERLAYFS, TMPFS};
 
 /// The maximum length of a read from the mapping, in bytes. In longer ones, the copy takes most of the time.
 const MAX_LENGTH: u64 = 16 << 10;
-
-/// Local file systems whose files are read so. On others, a mapping may show old data where a read would ask a server, or a
-/// fault may wait for one.
-const FILE_SYSTEMS: [i64; 4] = [EXT4, XFS, BTRFS, TMPFS];
 
 /// The mapping of a file, which all its queues share.
 #[derive(Debug)]
 pub(super) struct Mapping {
     /// It is made with the first short read. `None`: the kernel refuses it.
     window: OnceLock<Option<FileWindow>>,
-    /// A page fault in a hole takes memory for the hole, so holes are not read from the mapping: tmpfs, which may also be
-    /// below overlayfs.
-    fills_holes: bool,
+    /// The file is on tmpfs. There a page fault in a hole takes memory for the hole, so a range is read from the mapping only
+    /// if the page cache has it.
+    in_memory: bool,
 }
 
 /// A read that waits for the end of its batch.
@@ -53,13 +50,19 @@ pub(super) struct Mapped {
 }
 
 impl Mapping {
-    /// `None` if short reads of a file are not copied from a mapping. `file_system` is the magic number of its file system. A
-    /// file of overlayfs is another one after the first process has opened it for writing, and a mapping stays with the old
-    /// one.
+    /// `None` if short reads of a file with this flag are not copied from a mapping. `file_system` is the magic number of its
+    /// file system, which is local: on others, a mapping may show old data where a read would ask a server, or a fault may wait
+    /// for one. On overlayfs, the first process that opens a file for writing copies it to another file system, and a mapping
+    /// made before shows the old file.
     pub(super) fn new(file_system: i64, direct: bool, read_only: bool) -> Option<Self> {
-        let stays = FILE_SYSTEMS.contains(&file_system) || file_system == OVERLAYFS && !read_only;
-        let fills_holes = matches!(file_system, TMPFS | OVERLAYFS);
-        (stays && !direct).then(|| Self { window: OnceLock::new(), fills_holes })
+        let stays = file_system != OVERLAYFS || !read_only;
+        let in_memory = file_system == TMPFS;
+        (stays && !direct).then(|| Self { window: OnceLock::new(), in_memory })
+    }
+
+    /// Whether the file is on tmpfs.
+    pub(super) fn is_in_memory(&self) -> bool {
+        self.in_memory
     }
 }
 
@@ -104,7 +107,7 @@ impl Mapped {
         self.batch = batch;
     }
 
-    /// Records that a range was emptied: the page cache has nothing of it.
+    /// Records that a range is being emptied, or was: the page cache has nothing of it.
     pub(super) fn was_emptied(&self, request: &Request) {
         if let Some(window) = self.window() {
             let part = PART_BYTES as u64;
@@ -118,10 +121,9 @@ impl Mapped {
 
     /// Records that a read has found its whole range, so that the page cache has it now.
     pub(super) fn was_read(&self, request: &Request) {
-        let range = request.offset..request.offset + request.length;
-        if !is_short(request)
-            || self.mapping.fills_holes && extents::may_have_hole(&self.file, &range)
-        {
+        let is_hole =
+            || self.mapping.in_memory && !has_pages(&self.file, request.offset, request.length);
+        if !is_short(request) || is_hole() {
             return;
         }
         let new = || {
@@ -167,7 +169,7 @@ mod tests {
     use cleat_core::request::Flags;
     use nix::sys::memfd::{MFdFlags, memfd_create};
 
-    use super::super::file_system::NFS;
+    use super::super::file_system::EXT4;
     use super::*;
 
     const BLOCK: u64 = 4096;
@@ -205,13 +207,12 @@ mod tests {
     }
 
     #[test]
-    fn a_mapping_is_for_the_page_cache_of_local_files_that_stay_the_same() {
+    fn a_mapping_is_for_the_page_cache_of_files_that_stay_the_same() {
         for (file_system, of_read_only) in [(EXT4, true), (TMPFS, true), (OVERLAYFS, false)] {
             let mapping = |direct, read_only| Mapping::new(file_system, direct, read_only);
             assert!(mapping(false, false).is_some() && mapping(true, false).is_none());
             assert_eq!(mapping(false, true).is_some(), of_read_only);
         }
-        assert!(Mapping::new(NFS, false, false).is_none());
     }
 
     #[test]

@@ -164,6 +164,10 @@ impl FileQueue {
         let attempted = request.length;
         let mut task =
             Task { request, step, progress: 0, attempted, abandoned: false, buffer: None };
+        if matches!(step, Step::Punch | Step::ZeroRange) {
+            // Also before: the copy of a page would wait for the end of a long operation.
+            self.tell_mapping(&task, 0);
+        }
         let done = buffer.as_ref().and_then(|buffer| self.at_once(&task, buffer));
         if done.is_none() && step == Step::Splice && request.length < RING_SPLICE {
             task.step = Step::Transfer;

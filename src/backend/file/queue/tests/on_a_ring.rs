@@ -262,7 +262,7 @@ fn pages_of_a_file_go_into_the_pipe_of_a_read() {
 fn pages_of_a_short_read_go_into_the_pipe_at_once_if_the_page_cache_has_them() {
     let mut bench = Bench::new(4, Abilities::new(false, false, false));
     bench.file.set_len(SIZE + (64 << 10)).unwrap();
-    bench.queue.pages_at_once = Some(PagesAtOnce::new(Arc::clone(&bench.file)));
+    bench.queue.pages_at_once = Some(PagesAtOnce::new(Arc::clone(&bench.file), false));
     // Not before Linux 6.5, and not on overlayfs.
     let are_known = is_cached(&bench.file, 0, 64 << 10);
     for (offset, is_there) in [(0, are_known), (4095, are_known), (SIZE, false)] {
