@@ -243,9 +243,8 @@ impl Image for FileImage {
         let mut queue = FileQueue::new(slot, block, abilities, syncer, completer.clone());
         queue.writes_at_once =
             self.writes_at_once.then(|| WritesAtOnce::new(Arc::clone(&self.file)));
-        let pages_at_once = |mapping: &Arc<Mapping>| {
-            PagesAtOnce::new(Arc::clone(&self.file), mapping.is_in_memory())
-        };
+        let pages_at_once =
+            |mapping: &Arc<Mapping>| PagesAtOnce::new(Arc::clone(&self.file), mapping.in_memory);
         queue.pages_at_once = self.mapping.as_ref().map(pages_at_once);
         let mapped =
             |mapping: &Arc<Mapping>| Mapped::new(Arc::clone(&self.file), Arc::clone(mapping));

@@ -36,8 +36,8 @@ pub(super) fn of(file: &File, path: &str) -> Result<i64> {
     Ok(status.filesystem_type().0)
 }
 
-/// Returns whether the file system has its files in memory or on a disk of this node. Unknown ones of overlayfs are taken for
-/// remote: below it may be a FUSE file system, whose server can hang.
+/// Returns whether the file is in memory or on a disk of this node, as far as that is known. overlayfs may have its files on a
+/// FUSE file system, whose server can hang.
 pub(super) fn is_local(file_system: i64, file: &File) -> bool {
     match file_system {
         BTRFS | EXT4 | TMPFS | XFS => true,

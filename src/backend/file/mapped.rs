@@ -30,7 +30,7 @@ pub(super) struct Mapping {
     window: OnceLock<Option<FileWindow>>,
     /// The file is on tmpfs. There a page fault in a hole takes memory for the hole, so a range is read from the mapping only
     /// if the page cache has it.
-    in_memory: bool,
+    pub(super) in_memory: bool,
 }
 
 /// A read that waits for the end of its batch.
@@ -58,11 +58,6 @@ impl Mapping {
         let stays = file_system != OVERLAYFS || !read_only;
         let in_memory = file_system == TMPFS;
         (stays && !direct).then(|| Self { window: OnceLock::new(), in_memory })
-    }
-
-    /// Whether the file is on tmpfs.
-    pub(super) fn is_in_memory(&self) -> bool {
-        self.in_memory
     }
 }
 
