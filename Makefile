@@ -28,7 +28,7 @@ TEST ?=
 EXACT = $(if $(TEST),--exact $(TEST))
 SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.sh \
 	scripts/control-plane.sh scripts/deploy-tools.sh tests/nodes/guest/start tests/nodes/guest/service \
-	tests/nodes/guest/shutdown
+	tests/nodes/guest/shutdown tests/nodes/import-images
 
 .DEFAULT_GOAL := build
 .PHONY: help build release demo test unit tests vm-image comparison comparison-fail-over soak \

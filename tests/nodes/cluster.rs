@@ -18,10 +18,10 @@ use crate::installation::{
 };
 use crate::machine::Machine;
 use crate::network::Network;
-use crate::programs::{BUSYBOX, fill, kubectl, output, project};
+use crate::programs::{BUSYBOX, fill, kubectl, make_disk, output, project};
 
 /// The limit for what Kubernetes does: the machine is emulated, and backoffs take up to two minutes.
-const LIMIT: Duration = Duration::from_secs(300);
+const LIMIT: Duration = Duration::from_secs(600);
 
 /// The namespace of the users.
 pub(crate) const USER: &str = "default";
@@ -127,10 +127,13 @@ impl Cluster {
         say("the image of cleat and the programs of the nodes are made, if they are not there yet");
         // Builds need the internet, which the network of the cluster does not reach.
         fill(&payload, &sidecars(kind == Kind::Stock));
+        let disk = payload.with_file_name("disk");
+        make_disk(&payload, &disk);
         let definitions = snapshot_definitions();
         say("the control plane of Kubernetes, the storage and the virtual machines are started");
         let network = Network::new();
-        let (machines, plane, ceph) = network.enter(|| start_parts(kind, &payload, &definitions));
+        let (machines, plane, ceph) =
+            network.enter(|| start_parts(kind, &payload, &disk, &definitions));
         let cluster = Self { kind, machines, plane, ceph, network };
         let figure = |what: &str| {
             println!("figures: {what} after {:.0} s", began.elapsed().as_secs_f64());
@@ -314,6 +317,7 @@ impl Cluster {
 fn start_parts(
     kind: Kind,
     payload: &Path,
+    disk: &Path,
     snapshot_definitions: &Path,
 ) -> (Vec<Machine>, ControlPlane, Option<ceph::Cluster>) {
     let mut plane = ControlPlane::start("machines", Purpose::Machines, &[], &[], is_ready);
@@ -324,7 +328,7 @@ fn start_parts(
     output(kubectl_with(&plane.kubeconfig()).args(apply));
     plane.start_snapshot_controller();
     let plane_of_machines = &plane;
-    let start = |number, cpus| Machine::start(plane_of_machines, number, cpus, payload);
+    let start = |number, cpus| Machine::start(plane_of_machines, number, cpus, payload, disk);
     let (machines, ceph) = match kind {
         Kind::OneNode => (vec![start(0, 2)], None),
         Kind::TwoNodes | Kind::Stock => std::thread::scope(|scope| {

@@ -18,8 +18,8 @@ use crate::writer::{
     self, Record, WRITER, WRITER_CLAIM, WRITER_POD, Writer, records, records_of_image, start_of,
 };
 
-/// The limit for each part. A busy host takes several times as long as a quiet one.
-pub(crate) const LIMIT: Duration = Duration::from_secs(300);
+/// The limit for all parts. A busy host takes several times as long as a quiet one.
+pub(crate) const LIMIT: Duration = Duration::from_secs(600);
 
 /// The Deployment of the controllers.
 const CONTROLLER: &str = "deployment/cleat-controller";

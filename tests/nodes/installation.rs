@@ -92,6 +92,8 @@ pub(crate) fn with_images(directory: &Path, ceph: &ceph::Cluster, is_stock: bool
     let mut kustomization = json!({
         "resources": ["../base"],
         "components": ["../components/rbd", "../components/volume-attributes"],
+        // Idle sidecars take a part of an emulated processor each.
+        "replicas": [{ "name": "cleat-images", "count": 1 }],
     });
     if is_stock {
         std::fs::write(own.join("rights.yaml"), rights_of_attacher().to_string()).unwrap();

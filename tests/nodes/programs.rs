@@ -1,5 +1,6 @@
 //! The programs of a node, and the images of its pods.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
@@ -24,6 +25,9 @@ const APPLETS: [&str; 11] = [
 
 /// The image of the container that keeps the namespaces of a pod, as `guest/containerd.toml` names it.
 const PAUSE: &str = "cleat.test/pause:1";
+
+/// The size of the disk of a node with images, containers and the state of kubelet and cleat, in bytes. The file is sparse.
+const DISK: u64 = 8 << 30;
 
 /// Returns the path of kubectl.
 pub(crate) fn kubectl() -> PathBuf {
@@ -55,6 +59,22 @@ pub(crate) fn fill(payload: &Path, images: &[(String, String)]) {
     for (image, sidecar) in images {
         let program = test_kit::go::control_plane().join(sidecar);
         make_image(&directory, image, &format!("/{sidecar}"), &[(sidecar.as_str(), &program)]);
+    }
+}
+
+/// Makes the disk that each node gets a copy of, with the images of `payload`, which are removed there. Where that does not
+/// work, the disk is empty, and the nodes import the images themselves.
+pub(crate) fn make_disk(payload: &Path, disk: &Path) {
+    let empty = || File::create(disk).unwrap().set_len(DISK).unwrap();
+    empty();
+    let mut command = Command::new(project("tests/nodes/import-images"));
+    let done = command.arg(payload).arg(disk).output().unwrap();
+    if done.status.success() {
+        std::fs::remove_dir_all(payload.join("images")).unwrap();
+    } else {
+        let errors = String::from_utf8_lossy(&done.stderr);
+        println!("the nodes import the images, which takes minutes: {errors}");
+        empty();
     }
 }
 

@@ -21,6 +21,9 @@ const PATHS: [&str; 4] = [
 const LOST: &str = "cleat.csi.storage/lost";
 const OUT_OF_SERVICE: &str = "node.kubernetes.io/out-of-service";
 
+/// How many changes the message of a timeout has.
+const LAST: usize = 10;
+
 /// One change of an object.
 struct Change {
     at: Instant,
@@ -30,18 +33,21 @@ struct Change {
 }
 
 impl Change {
-    /// Prints what matters of the object, if it is not what was printed of it the last time.
-    fn print(&self, began: Instant, printed: &mut BTreeMap<String, String>) {
+    /// Returns what matters of the object in a line, if it is not what was returned of it the last time, which is in `known`.
+    fn line(&self, began: Instant, known: &mut BTreeMap<String, String>) -> Option<String> {
         let name = self.object["metadata"]["name"].as_str().unwrap_or_default().to_owned();
         let text = match self.event.as_str() {
-            "DELETED" => Some("deleted".to_owned()),
-            _ => describe(&self.object),
+            "DELETED" => "deleted".to_owned(),
+            _ => describe(&self.object)?,
         };
-        let Some(text) = text.filter(|text| printed.get(&name) != Some(text)) else { return };
+        if known.get(&name) == Some(&text) {
+            return None;
+        }
         let kind = self.object["kind"].as_str().unwrap_or_default();
         let seconds = self.at.duration_since(began).as_secs_f64();
-        println!("{seconds:7.1} s  {kind} {}: {text}", name.get(..20).unwrap_or(&name));
-        printed.insert(name, text);
+        let line = format!("{seconds:7.1} s  {kind} {}: {text}", name.get(..20).unwrap_or(&name));
+        known.insert(name, text);
+        Some(line)
     }
 }
 
@@ -113,11 +119,11 @@ impl Timeline {
                     command.args(["get", "--raw", &format!("{path}?{query}")]);
                     command
                 };
-                let mut printed = BTreeMap::new();
+                let mut known = BTreeMap::new();
                 followed.follow(request, |event, object| {
                     let change = Change { at: Instant::now(), event, object };
-                    if is_printed {
-                        change.print(began, &mut printed);
+                    if let Some(line) = change.line(began, &mut known).filter(|_| is_printed) {
+                        println!("{line}");
                     }
                     changes.lock().unwrap().push(change);
                 });
@@ -142,9 +148,21 @@ impl Timeline {
             if let Some(change) = self.changes.lock().unwrap().iter().find(is_meant) {
                 return change.at;
             }
-            assert!(begin.elapsed() < limit, "timed out after {limit:?}: {what}");
+            if begin.elapsed() >= limit {
+                panic!("timed out after {limit:?}: {what}; before:\n{}", self.last(begin));
+            }
             std::thread::sleep(Duration::from_millis(50));
         }
+    }
+
+    /// Returns the last changes since `begin` in a line each.
+    fn last(&self, begin: Instant) -> String {
+        let changes = self.changes.lock().unwrap();
+        let mut known = BTreeMap::new();
+        let since = changes.iter().filter(|change| change.at >= begin);
+        let lines: Vec<String> =
+            since.filter_map(|change| change.line(begin, &mut known)).collect();
+        lines[lines.len().saturating_sub(LAST)..].join("\n")
     }
 
     /// Returns whether a node was marked as lost since `begin`.
