@@ -21,8 +21,8 @@ use crate::programs::{output, project};
 const BOOT: Duration = Duration::from_secs(600);
 
 /// Kernel parameters with which Go programs cost an emulated processor less: their many short timers end with the next
-/// tick, instead of setting the timer of the interrupt controller each time, and nothing is accounted that no test reads.
-const QUIET: &str = "highres=off nohz=off psi=0 apparmor=0 audit=0";
+/// tick, instead of setting the timer of the interrupt controller each time, and pressure is not accounted.
+const QUIET: &str = "highres=off nohz=off psi=0";
 
 /// The limit for a command on the node.
 const COMMAND: Duration = Duration::from_secs(300);

@@ -73,7 +73,7 @@ pub(crate) fn make_disk(payload: &Path, disk: &Path) {
         std::fs::remove_dir_all(payload.join("images")).unwrap();
     } else {
         let errors = String::from_utf8_lossy(&done.stderr);
-        println!("the nodes import the images, which takes minutes: {errors}");
+        println!("the nodes import the images, which takes minutes ({}): {errors}", done.status);
         empty();
     }
 }
