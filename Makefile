@@ -26,6 +26,8 @@ JOBS ?= 3
 # The suites `system`, `kube`, `export`, `device` and `fail-over` run one test with `make system TEST=NAME`.
 TEST ?=
 EXACT = $(if $(TEST),--exact $(TEST))
+# With exec, make sends SIGTERM to run-suites and not to a shell.
+RUN_SUITES = exec env CLEAT_DEPS_INSTALLED=1 scripts/run-suites
 SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.sh \
 	scripts/control-plane.sh scripts/deploy-tools.sh tests/nodes/guest/start tests/nodes/guest/service \
 	tests/nodes/guest/shutdown tests/nodes/import-images
@@ -51,11 +53,11 @@ demo: release ## Map a volume, put a file system and files on it, check them; in
 	scripts/demo.sh $(RELEASE)
 
 test: deps-test ## Everything, in about half an hour: lint, tests, virtual machines
-	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) --again system,kube,export,device,fail-over \
+	@$(RUN_SUITES) --jobs $(JOBS) --again system,kube,export,device,fail-over \
 		--background lint,simulation vm-image tests control-plane / $(SUITES) / fail-over lint simulation / device
 
 unit: deps-test ## What needs no virtual machine
-	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) --again system,kube,export \
+	@$(RUN_SUITES) --jobs $(JOBS) --again system,kube,export \
 		tests control-plane / $(SUITES) simulation lint
 
 lint: deps-test ## Formatting, clippy with and without `fault`, shell scripts
@@ -78,8 +80,9 @@ control-plane: deps-test ## Build Kubernetes, the sidecars of CSI, helm and MinI
 	scripts/go-tool.sh tests/kube/promql
 	scripts/go-tool.sh tests/kit/minio github.com/minio/minio
 
-crates: deps-test ## Unit tests of the crates, rules of the code, fuzz targets on their corpora, CSI's messages
+crates: deps-test ## Unit tests of the crates, rules of the code, fuzz targets on their corpora, CSI's messages, scripts
 	$(CARGO_TEST) --lib --bins --test tidy --test compatibility --test fuzz --test csi-wire
+	scripts/test-run-suites
 
 export: deps-test ## The data path, and other people's NBD clients
 	$(CARGO_TEST) --test export $(if $(TEST),-- $(EXACT))
@@ -143,7 +146,7 @@ SOAK_VOLUMES ?= 100,1000
 SOAK_BACKOFF_S ?= 60
 
 soak: deps-test ## The same tests with larger numbers, for a night (see CONTRIBUTING.md)
-	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) vm-image tests / \
+	@$(RUN_SUITES) --jobs $(JOBS) vm-image tests / \
 		soak-device soak-simulation soak-models soak-fights soak-controller soak-nodes soak-fuzz
 
 soak-device:
