@@ -26,6 +26,8 @@ JOBS ?= 3
 # The suites `system`, `kube`, `export`, `device` and `fail-over` run one test with `make system TEST=NAME`.
 TEST ?=
 EXACT = $(if $(TEST),--exact $(TEST))
+# ENFORCE=1 lets a suite that exceeds its budget in tests/budgets.toml fail the run.
+ENFORCE ?=
 # With exec, make sends SIGTERM to run-suites and not to a shell.
 RUN_SUITES = exec env CLEAT_DEPS_INSTALLED=1 scripts/run-suites
 SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.sh \
@@ -53,7 +55,7 @@ demo: release ## Map a volume, put a file system and files on it, check them; in
 	scripts/demo.sh $(RELEASE)
 
 test: deps-test ## Everything, in about half an hour: lint, tests, virtual machines
-	@$(RUN_SUITES) --jobs $(JOBS) --again system,kube,export,device,fail-over \
+	@$(RUN_SUITES) $(if $(ENFORCE),--enforce) --jobs $(JOBS) --again system,kube,export,device,fail-over \
 		--background lint,simulation vm-image tests control-plane / $(SUITES) / fail-over lint simulation / device
 
 unit: deps-test ## What needs no virtual machine

@@ -39,6 +39,8 @@ mkdir -p "$cache"
 exec 9>"$built.lock"
 flock 9
 if [ ! -d "$built" ]; then
+    # scripts/run-suites reads this line: the build takes longer than the budget of the tests.
+    echo "first run: builds $(basename "$directory")" >&2
     temporary=$built.tmp
     rm -rf "$temporary"
     mkdir "$temporary"
