@@ -29,13 +29,13 @@ EXACT = $(if $(TEST),--exact $(TEST))
 # ENFORCE=1 lets a suite that exceeds its budget in tests/budgets.toml fail the run.
 ENFORCE ?=
 # With exec, make sends SIGTERM to run-suites and not to a shell.
-RUN_SUITES = exec env CLEAT_DEPS_INSTALLED=1 scripts/run-suites
+RUN_SUITES = exec env CLEAT_DEPS_INSTALLED=1 scripts/run-suites --name $@ $(if $(ENFORCE),--enforce) --jobs $(JOBS)
 SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.sh \
 	scripts/control-plane.sh scripts/deploy-tools.sh tests/nodes/guest/start tests/nodes/guest/service \
 	tests/nodes/guest/shutdown tests/nodes/import-images
 
 .DEFAULT_GOAL := build
-.PHONY: help build release demo test unit tests vm-image comparison comparison-fail-over soak \
+.PHONY: help build release demo test test-long unit tests vm-image comparison comparison-fail-over soak \
 	soak-device soak-simulation soak-models soak-fights soak-controller soak-nodes soak-fuzz bench bench-device install \
 	uninstall clean control-plane nodes fail-over demo-cluster image deps-build deps-test device simulation lint $(SUITES)
 
@@ -54,12 +54,16 @@ $(RELEASE):
 demo: release ## Map a volume, put a file system and files on it, check them; in a VM where needed
 	scripts/demo.sh $(RELEASE)
 
-test: deps-test ## Everything, in about half an hour: lint, tests, virtual machines
-	@$(RUN_SUITES) $(if $(ENFORCE),--enforce) --jobs $(JOBS) --again system,kube,export,device,fail-over \
+test: deps-test ## Lint, tests, virtual machines, in about half an hour
+	@$(RUN_SUITES) --again system,kube,export,device,fail-over \
 		--background lint,simulation vm-image tests control-plane / $(SUITES) / fail-over lint simulation / device
 
+test-long: deps-test ## The long tests, which .ci/run runs after `make test`
+	@$(RUN_SUITES) --again fail-over,device --background simulation \
+		vm-image tests control-plane / fail-over simulation / device
+
 unit: deps-test ## What needs no virtual machine
-	@$(RUN_SUITES) --jobs $(JOBS) --again system,kube,export \
+	@$(RUN_SUITES) --again system,kube,export \
 		tests control-plane / $(SUITES) simulation lint
 
 lint: deps-test ## Formatting, clippy with and without `fault`, shell scripts
@@ -148,7 +152,7 @@ SOAK_VOLUMES ?= 100,1000
 SOAK_BACKOFF_S ?= 60
 
 soak: deps-test ## The same tests with larger numbers, for a night (see CONTRIBUTING.md)
-	@$(RUN_SUITES) --jobs $(JOBS) vm-image tests / \
+	@$(RUN_SUITES) vm-image tests / \
 		soak-device soak-simulation soak-models soak-fights soak-controller soak-nodes soak-fuzz
 
 soak-device:
