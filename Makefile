@@ -28,14 +28,19 @@ TEST ?=
 EXACT = $(if $(TEST),--exact $(TEST))
 # ENFORCE=1 lets a suite that exceeds its budget in tests/budgets.toml fail the run.
 ENFORCE ?=
+# The commit that `make quick` compares with; by default, the last one that the upstream branch has, too.
+BASE ?=
 # With exec, make sends SIGTERM to run-suites and not to a shell.
 RUN_SUITES = exec env CLEAT_DEPS_INSTALLED=1 scripts/run-suites --name $@ $(if $(ENFORCE),--enforce) --jobs $(JOBS)
 SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.sh \
 	scripts/control-plane.sh scripts/deploy-tools.sh tests/nodes/guest/start tests/nodes/guest/service \
 	tests/nodes/guest/shutdown tests/nodes/import-images
 
+PYTHON_SCRIPTS = $(wildcard scripts/suites/*.py) scripts/build-image scripts/host-speed scripts/quick scripts/run-suites \
+	scripts/test-run-suites tests/kit/runner tests/nodes/image tests/nodes/guest/shell tests/vm/run
+
 .DEFAULT_GOAL := build
-.PHONY: help build release demo test test-long unit tests vm-image comparison comparison-fail-over soak \
+.PHONY: help build release demo test test-long quick unit tests vm-image comparison comparison-fail-over soak \
 	soak-device soak-simulation soak-models soak-fights soak-controller soak-nodes soak-fuzz bench bench-device install \
 	uninstall clean control-plane nodes fail-over demo-cluster image deps-build deps-test device simulation lint $(SUITES)
 
@@ -66,11 +71,15 @@ unit: deps-test ## What needs no virtual machine
 	@$(RUN_SUITES) --again system,kube,export \
 		tests control-plane / $(SUITES) simulation lint
 
-lint: deps-test ## Formatting, clippy with and without `fault`, shell scripts
+quick: deps-test ## What tests a change in a minute and a half; BASE=REV: the change since REV
+	@exec scripts/quick $(BASE)
+
+lint: deps-test ## Formatting, clippy with and without `fault`, scripts
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets --features cleat/fault -- -D warnings
 	$(CARGO) clippy --locked --bins -- -D warnings
 	shellcheck $(SHELL_SCRIPTS)
+	python3 -c 'import ast, sys; [ast.parse(open(name).read(), name) for name in sys.argv[1:]]' $(PYTHON_SCRIPTS)
 
 tests: deps-test ## Build all tests
 	$(CARGO_TEST) --no-run
