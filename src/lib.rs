@@ -4,10 +4,7 @@
 //! This crate is the binary: the command line, the checks of `cleat doctor`, and the composition of the
 //! other crates, each of which has a directory below `src/`.
 
-pub mod agent;
-pub mod attach_calls;
 pub mod backends;
 pub mod cli;
 pub mod doctor;
-pub mod fencing;
-mod granted_volumes;
+pub mod kubernetes;

@@ -11,20 +11,19 @@
 
 mod client;
 mod completions;
-mod controller;
-mod csi;
 mod doctor;
 pub mod exit;
 #[cfg(feature = "fault")]
 mod fault;
 mod fence;
-mod kubectl;
+mod kubernetes;
 mod ls;
 mod man;
 mod map;
 mod metrics;
 mod node;
 pub mod output;
+mod plugin;
 mod progress;
 mod release_devices;
 mod resize;
@@ -126,10 +125,9 @@ enum Command {
     Serve(serve::Serve),
     Doctor(doctor::Doctor),
     Fence(fence::Fence),
-    Csi(csi::Csi),
+    #[command(flatten)]
+    Kubernetes(kubernetes::Command),
     ReleaseDevices(release_devices::ReleaseDevices),
-    Controller(controller::Controller),
-    Kubectl(kubectl::Kubectl),
     #[cfg(feature = "fault")]
     Fault(fault::Fault),
     Completions(completions::Completions),
@@ -138,7 +136,7 @@ enum Command {
 
 /// Runs the command line of this process and returns its exit code.
 pub fn main() -> u8 {
-    let arguments = kubectl::as_plugin(std::env::args_os().collect());
+    let arguments = plugin::as_plugin(std::env::args_os().collect());
     match parse(&arguments) {
         Ok(cli) => {
             let format = cli.globals.output;
@@ -161,7 +159,7 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Doctor(args) => return doctor::run(globals, &args),
         Command::Unmap(args) => return unmap::run(globals, args),
         Command::Volume(args) => return volume::run(globals, args),
-        Command::Kubectl(args) => return kubectl::run(globals, args),
+        Command::Kubernetes(command) => return kubernetes::run(globals, command),
         Command::Node(args) => node::run(globals, args),
         Command::Map(args) => map::run(globals, args),
         Command::Ls(args) => ls::run(globals, &args),
@@ -173,9 +171,7 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Set(args) => set::run(globals, args),
         Command::Serve(args) => serve::run(globals, args),
         Command::Fence(args) => fence::run(globals, args),
-        Command::Csi(args) => csi::run(globals, &args),
         Command::ReleaseDevices(_) => release_devices::run(globals),
-        Command::Controller(args) => controller::run(globals, args),
         #[cfg(feature = "fault")]
         Command::Fault(args) => fault::run(globals, args),
         Command::Completions(args) => completions::run(&args),

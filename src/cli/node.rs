@@ -1,15 +1,10 @@
 //! `cleat node`: runs the daemon.
 
-use std::future::Future;
 use std::path::PathBuf;
-use std::pin::Pin;
-use std::sync::Arc;
 
 use super::Globals;
 use cleat_core::error::Result;
-use cleat_csi::Driver;
 use cleat_node::config::Config;
-use cleat_node::executor::Executor;
 use cleat_telemetry::Format;
 
 pub(super) const EXAMPLES: &str = "\
@@ -98,35 +93,7 @@ pub(super) fn run(globals: &Globals, args: Node) -> Result<()> {
         return Ok(());
     }
     config.log().init()?;
-    cleat_node::daemon::run(&config, crate::backends::REGISTRY, &[csi])
-}
-
-/// The CSI driver, if it is enabled.
-fn csi(
-    config: &Config,
-    executor: &Arc<Executor>,
-) -> Option<Pin<Box<dyn Future<Output = ()> + Send>>> {
-    let (csi, node) = (config.csi.clone(), executor.node_name().to_owned());
-    if !csi.enabled {
-        return None;
-    }
-    let controller = csi.controller;
-    let driver = Driver::new(csi, node, Arc::clone(executor), config.limits.mappings);
-    let driver =
-        if controller { driver.with_controller(crate::backends::REGISTRY) } else { driver };
-    if !config.csi.grants {
-        return Some(Box::pin(driver.serve()));
-    }
-    match crate::agent::with_grants(driver, config, executor) {
-        Ok((driver, work)) => Some(Box::pin(async move {
-            tokio::join!(driver.serve(), work);
-        })),
-        Err(error) => {
-            // Without the agent, volumes would be mapped without grants.
-            tracing::error!("cannot serve CSI: {}", error.report());
-            None
-        }
-    }
+    cleat_node::daemon::run(&config, crate::backends::REGISTRY, &[crate::kubernetes::csi])
 }
 
 #[cfg(test)]

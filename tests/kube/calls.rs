@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cleat::attach_calls::AttachSocket;
+use cleat::kubernetes::attach_calls::AttachSocket;
 use cleat_csi_api::csi::v1 as csi;
 use cleat_grants::object::Generation;
 use cleat_kube::{CallServer, Config};

@@ -242,7 +242,8 @@ async fn serve(machine: Machine) -> (Machine, Supervisor, NodeClient<Channel>) {
     let node = executor.node_name().to_owned();
     let driver = Driver::new(config.csi.clone(), node, Arc::clone(&executor), 100);
     if config.csi.grants {
-        let (driver, work) = cleat::agent::with_grants(driver, &config, &executor).unwrap();
+        let (driver, work) =
+            cleat::kubernetes::agent::with_grants(driver, &config, &executor).unwrap();
         supervisor.spawn(work);
         supervisor.spawn(driver.serve());
     } else {

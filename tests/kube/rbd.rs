@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use cleat::backends::REGISTRY;
-use cleat::fencing::Volumes;
+use cleat::kubernetes::fencing::Volumes;
 use cleat_backend::claimant::{Claimant, ProcessMark};
 use cleat_backend::store::Layout;
 use cleat_backend::{Image, OpenOptions};

@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Globals, output};
-use crate::attach_calls::AttachSocket;
+use crate::cli::{Globals, output};
+use crate::kubernetes::attach_calls::AttachSocket;
+use crate::kubernetes::fencing::Volumes;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::random::Random;
 use cleat_kube::rights::Extra;
@@ -34,7 +35,7 @@ Examples:
 /// VolumeAttachments of the driver in the place of csi-attacher: run only one of the two, or use --csi-socket.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
-pub(super) struct Controller {
+pub(in crate::cli) struct Controller {
     /// The kubeconfig file [default: that of the environment, or the service account of the pod]
     #[arg(long, value_name = "PATH")]
     kubeconfig: Option<PathBuf>,
@@ -154,7 +155,7 @@ pub(super) fn run(globals: &Globals, args: Controller) -> Result<()> {
         #[cfg(not(feature = "fault"))]
         after_step: |_| (),
     };
-    cleat_kube::run(&config, Arc::new(crate::fencing::Volumes { clusters: args.clusters }))
+    cleat_kube::run(&config, Arc::new(Volumes { clusters: args.clusters }))
 }
 
 /// Returns a name of this process that no other controller has.

@@ -1,9 +1,7 @@
-//! `cleat kubectl`, or `kubectl cleat`: what a person asks about volumes in a Kubernetes cluster. kubectl runs the
-//! executable `kubectl-cleat`, which is a link to this program.
+//! `cleat kubectl`, or `kubectl cleat`: what a person asks about volumes in a Kubernetes cluster.
 
 use std::collections::BTreeSet;
-use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use cleat_core::error::Result;
 use cleat_csi::VolumeId;
@@ -12,11 +10,8 @@ use cleat_kube::report::{
 };
 use serde::Serialize;
 
-use super::output::{self, Format, Table, printable};
-use super::{Globals, exit};
-
-/// The name of the executable under which this is a plugin of kubectl.
-const PLUGIN: &str = "kubectl-cleat";
+use crate::cli::output::{self, Format, Table, printable};
+use crate::cli::{Globals, exit};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -70,7 +65,7 @@ Examples:
 /// VolumeAttachments, StorageClasses, CSINodes, pods, nodes, events and VolumeGrants. No node is asked.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
-pub(super) struct Kubectl {
+pub(in crate::cli) struct Kubectl {
     /// The kubeconfig file [default: that of the environment, or the service account of the pod]
     #[arg(long, global = true, value_name = "PATH")]
     kubeconfig: Option<PathBuf>,
@@ -148,15 +143,6 @@ struct TakeOver {
     /// The RADOS namespace of the image, which the configuration of ceph-csi has for its cluster [default: none]
     #[arg(long, value_name = "NAME", default_value = "", hide_default_value = true)]
     rados_namespace: String,
-}
-
-/// Makes the arguments those of `cleat kubectl` if this process was started as a plugin of kubectl.
-pub(super) fn as_plugin(mut arguments: Vec<OsString>) -> Vec<OsString> {
-    let program = arguments.first().map(Path::new).and_then(Path::file_name);
-    if program.is_some_and(|name| name == PLUGIN) {
-        arguments.splice(..1, ["cleat", "kubectl"].map(OsString::from));
-    }
-    arguments
 }
 
 /// Runs the command and returns the exit code.
@@ -334,16 +320,4 @@ fn drain_text(check: &DrainCheck) -> String {
 
 fn text_of(text: Option<&str>) -> String {
     text.unwrap_or_default().to_owned()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_name_of_the_executable_makes_it_a_plugin() {
-        let arguments = |program: &str| as_plugin(vec![program.into(), "volumes".into()]);
-        assert_eq!(arguments("/usr/bin/kubectl-cleat"), ["cleat", "kubectl", "volumes"]);
-        assert_eq!(arguments("/opt/cleat"), ["/opt/cleat", "volumes"]);
-    }
 }

@@ -12,8 +12,8 @@ use serde::de::DeserializeSeed;
 use serde_json::value::Serializer;
 use tonic::Request;
 
-use super::client::{self, REPLY_MARGIN};
-use super::{Globals, output, size};
+use crate::cli::client::{self, REPLY_MARGIN};
+use crate::cli::{Globals, output, size};
 use cleat_core::error::{Error, ErrorKind, Result};
 use codec::Dynamic;
 
@@ -49,7 +49,7 @@ const MAX_REQUEST: u64 = 4 << 20;
 /// [csi] is enabled, and with others.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
-pub(super) struct Csi {
+pub(in crate::cli) struct Csi {
     /// The name of the call, such as NodeStageVolume; SERVICE/CALL if several services have it
     call: Option<String>,
     /// The request as JSON, @FILE for the content of a file, or - for stdin; absent: an empty request

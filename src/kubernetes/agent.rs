@@ -26,8 +26,8 @@ use cleat_node::planner::{Intent, State};
 use tokio::sync::broadcast::error::RecvError;
 use tokio::time::Instant;
 
+use super::granted_volumes::GrantedVolumes;
 use crate::backends::REGISTRY;
-use crate::granted_volumes::GrantedVolumes;
 
 /// The timeout of a call to the storage.
 const STORAGE_TIMEOUT: Duration = Duration::from_secs(30);
