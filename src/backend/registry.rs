@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 
-use crate::spec::{Backend, Nested, VolumeSpec};
+use crate::spec::{Backend, Nested, StoreParser, StoreSpec, VolumeSpec};
 use crate::uri::{MAX_URI, Options, StoreUri, VolumeUri, invalid, shown};
 
 /// The backends of a program.
@@ -41,7 +41,8 @@ impl Registry {
     /// Parses the URI of a store. Does no I/O.
     ///
     /// # Errors
-    /// Returns `InvalidArgument` with the valid choices as the repair.
+    /// Returns `InvalidArgument` with the valid choices as the repair, and `Unsupported` for stores that this
+    /// build cannot reach.
     pub fn store(&self, text: &str) -> Result<StoreUri> {
         if text.len() > MAX_URI {
             return Err(invalid(format!("the URI is longer than {MAX_URI} bytes")));
@@ -101,7 +102,7 @@ fn alternatives<'a>(texts: impl Iterator<Item = &'a str>) -> String {
     }
 }
 
-/// A scheme whose volumes this build cannot serve. Its URIs are refused with the reason.
+/// A scheme whose volumes this build cannot serve. The URIs of its volumes and stores are refused with the reason.
 #[derive(Debug)]
 pub struct Unavailable {
     /// The scheme.
@@ -118,10 +119,44 @@ impl Backend for Unavailable {
     }
 
     fn parse(&self, _: &str, _: Options, _: Nested<'_>) -> Result<Arc<dyn VolumeSpec>> {
-        Err(Error::new(
-            ErrorKind::Unsupported,
-            format!("{}: volumes {}", self.scheme, self.message),
-        )
-        .with_repair(self.repair))
+        Err(self.error())
+    }
+
+    fn stores(&self) -> Option<&dyn StoreParser> {
+        Some(self)
+    }
+}
+
+impl StoreParser for Unavailable {
+    fn forms(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    fn parse_store(&self, _: &str, _: Options) -> Result<Arc<dyn StoreSpec>> {
+        Err(self.error())
+    }
+}
+
+impl Unavailable {
+    fn error(&self) -> Error {
+        let message = format!("{}: volumes {}", self.scheme, self.message);
+        Error::new(ErrorKind::Unsupported, message).with_repair(self.repair)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn volumes_and_stores_of_an_unavailable_scheme_are_refused_with_the_reason() {
+        let registry =
+            Registry::new(&[&Unavailable { scheme: "tape", message: "are slow", repair: "wait" }]);
+        let volume = registry.volume("tape:a?b=c").expect_err("it is unavailable");
+        let store = registry.store("tape:a").expect_err("it is unavailable");
+        for error in [volume, store] {
+            assert_eq!(error.kind(), ErrorKind::Unsupported);
+            assert_eq!((error.message(), error.repair()), ("tape: volumes are slow", Some("wait")));
+        }
     }
 }

@@ -80,7 +80,8 @@ pub trait StoreParser {
     /// Parses the part of the URI behind the scheme's colon. Does no I/O.
     ///
     /// # Errors
-    /// Returns `InvalidArgument` with the valid choices as the repair.
+    /// Returns `InvalidArgument` with the valid choices as the repair, and `Unsupported` for stores that this
+    /// build cannot reach.
     fn parse_store(&self, location: &str, options: Options) -> Result<Arc<dyn StoreSpec>>;
 }
 
