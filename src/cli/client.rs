@@ -37,7 +37,6 @@ const REPAIR_UTF8_KEY: &str = "cleat-repair-bin";
 /// A connection to the daemon.
 #[derive(Debug, Clone)]
 pub(super) struct Client {
-    node: NodeClient<Channel>,
     channel: Channel,
     socket: PathBuf,
 }
@@ -82,10 +81,10 @@ impl Client {
             .connect_with_connector(connector)
             .await
             .map_err(|error| no_grpc(socket).with_source(error))?;
-        Ok(Self { node: NodeClient::new(channel.clone()), channel, socket: socket.to_owned() })
+        Ok(Self { channel, socket: socket.to_owned() })
     }
 
-    /// Returns the connection, for services other than the control API.
+    /// Returns the connection, for the client of a service.
     pub(super) fn channel(&self) -> Channel {
         self.channel.clone()
     }
@@ -102,7 +101,7 @@ impl Client {
     where
         F: Future<Output = Result<Response<T>, Status>>,
     {
-        match tokio::time::timeout(timeout, call(self.node.clone())).await {
+        match tokio::time::timeout(timeout, call(NodeClient::new(self.channel()))).await {
             Ok(Ok(response)) => Ok(response.into_inner()),
             Ok(Err(status)) => Err(self.error(&status)),
             Err(_) => Err(no_answer(&self.socket, timeout)),
