@@ -7,4 +7,5 @@
 pub mod backends;
 pub mod cli;
 pub mod doctor;
+pub mod features;
 pub mod kubernetes;

@@ -42,10 +42,11 @@ mod volume;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::error::{ContextValue, ErrorKind as Usage};
+use clap::error::{ContextKind, ContextValue, ErrorKind as Usage};
 use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches};
 
+use crate::features::Feature;
 use cleat_backend::uri::shown;
 use cleat_core::error::{Error, ErrorKind, Result};
 use output::Format;
@@ -78,7 +79,7 @@ Each command has examples: cleat map --help
 #[command(
     name = "cleat",
     version,
-    long_version = version::LONG,
+    long_version = version::long(),
     after_long_help = EXAMPLES,
     max_term_width = 100,
     subcommand_required = true,
@@ -216,6 +217,9 @@ fn usage_error(refused: &clap::Error) -> Error {
     if missing.contains(&kind) {
         return error("no command was given").with_repair("list the commands with `cleat --help`");
     }
+    if let Some(error) = absent_command(refused) {
+        return error;
+    }
     // The text of clap is "error: " and the cause, followed by paragraphs of tips and the usage.
     let rendered = without_options(refused, refused.render().to_string());
     let text = rendered.strip_prefix("error: ").unwrap_or(&rendered).trim();
@@ -238,6 +242,14 @@ fn usage_error(refused: &clap::Error) -> Error {
     .flatten()
     .collect();
     error(&cause).with_repair(repair.join("\n"))
+}
+
+/// Returns the error for a command that other builds of this program have.
+fn absent_command(refused: &clap::Error) -> Option<Error> {
+    let Some(ContextValue::String(name)) = refused.get(ContextKind::InvalidSubcommand) else {
+        return None;
+    };
+    Some(Feature::of_command(name)?.absent(&format!("cannot run `cleat {name}`")))
 }
 
 /// Shortens the values that clap repeats in `text`: options of a URI may contain a secret, which is then refused,
@@ -298,6 +310,17 @@ mod tests {
         let repair = error.repair().expect("there is one");
         assert!(repair.contains("'--connections'"), "{repair}");
         assert!(repair.contains("usage: cleat map"), "{repair}");
+    }
+
+    #[test]
+    fn a_command_that_was_left_out_names_its_feature() {
+        let smaller = clap::Command::new("cleat").subcommand(clap::Command::new("map"));
+        for (command, feature) in [("fault", Some("`fault`")), ("frob", None)] {
+            let words = ["cleat", command, "--unknown"];
+            let error = usage_error(&smaller.clone().try_get_matches_from(words).unwrap_err());
+            let named = error.message().split("without the feature ").nth(1);
+            assert_eq!(named, feature, "{error}");
+        }
     }
 
     #[test]

@@ -9,12 +9,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     // Only a release contains its commit. In other profiles, each commit would rebuild everything.
     let commit = if profile == "release" { commit() } else { "development build".to_owned() };
     let rustc = output(&env::var("RUSTC")?, &["--version"]).unwrap_or_else(|| "rustc".to_owned());
-    let fault = env::var_os("CARGO_FEATURE_FAULT").is_some();
     println!("cargo:rustc-env=CLEAT_COMMIT={commit}");
     println!("cargo:rustc-env=CLEAT_PROFILE={profile}");
     println!("cargo:rustc-env=CLEAT_TARGET={}", env::var("TARGET")?);
     println!("cargo:rustc-env=CLEAT_RUSTC={rustc}");
-    println!("cargo:rustc-env=CLEAT_FEATURES={}", if fault { "fault" } else { "none" });
     Ok(())
 }
 

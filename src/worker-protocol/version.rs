@@ -14,7 +14,7 @@ use cleat_core::error::{Error, ErrorKind, Result};
 /// The name of this build, for the reader.
 pub const BUILD: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("CLEAT_COMMIT"), ")");
 
-/// The output of `--version`, after the program's name.
+/// The lines of `--version` that name the build, after the program's name.
 pub const LONG: &str = concat!(
     env!("CARGO_PKG_VERSION"),
     " (",
@@ -26,8 +26,6 @@ pub const LONG: &str = concat!(
     ")",
     "\nbuilt with ",
     env!("CLEAT_RUSTC"),
-    "\nfeatures: ",
-    env!("CLEAT_FEATURES"),
 );
 
 impl ProtocolVersions {
