@@ -8,4 +8,5 @@ pub mod backends;
 pub mod cli;
 pub mod doctor;
 pub mod features;
+#[cfg(feature = "kubernetes")]
 pub mod kubernetes;

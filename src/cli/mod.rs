@@ -16,6 +16,7 @@ pub mod exit;
 #[cfg(feature = "fault")]
 mod fault;
 mod fence;
+#[cfg(feature = "kubernetes")]
 mod kubernetes;
 mod ls;
 mod man;
@@ -126,6 +127,7 @@ enum Command {
     Serve(serve::Serve),
     Doctor(doctor::Doctor),
     Fence(fence::Fence),
+    #[cfg(feature = "kubernetes")]
     #[command(flatten)]
     Kubernetes(kubernetes::Command),
     ReleaseDevices(release_devices::ReleaseDevices),
@@ -160,6 +162,7 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Doctor(args) => return doctor::run(globals, &args),
         Command::Unmap(args) => return unmap::run(globals, args),
         Command::Volume(args) => return volume::run(globals, args),
+        #[cfg(feature = "kubernetes")]
         Command::Kubernetes(command) => return kubernetes::run(globals, command),
         Command::Node(args) => node::run(globals, args),
         Command::Map(args) => map::run(globals, args),
@@ -315,11 +318,21 @@ mod tests {
     #[test]
     fn a_command_that_was_left_out_names_its_feature() {
         let smaller = clap::Command::new("cleat").subcommand(clap::Command::new("map"));
-        for (command, feature) in [("fault", Some("`fault`")), ("frob", None)] {
+        for (command, feature) in [("csi", Some("`kubernetes`")), ("frob", None)] {
             let words = ["cleat", command, "--unknown"];
             let error = usage_error(&smaller.clone().try_get_matches_from(words).unwrap_err());
             let named = error.message().split("without the feature ").nth(1);
             assert_eq!(named, feature, "{error}");
+        }
+    }
+
+    #[test]
+    fn the_commands_of_features_exist() {
+        let cli = Cli::command();
+        for feature in crate::features::ALL.iter().filter(|feature| feature.is_present) {
+            for name in feature.commands {
+                assert!(cli.find_subcommand(name).is_some(), "{name} is missing");
+            }
         }
     }
 

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use super::Globals;
+use crate::features::{EXTENSIONS, KUBERNETES};
 use cleat_core::error::Result;
 use cleat_node::config::Config;
 use cleat_telemetry::Format;
@@ -49,7 +50,7 @@ pub(super) struct Node {
     #[arg(long)]
     unmap_on_shutdown: bool,
     /// Serve CSI, and also its Controller service on the same socket (csi.enabled and csi.controller)
-    #[arg(long)]
+    #[arg(long, hide = !KUBERNETES.is_present)]
     csi_controller: bool,
     /// Check the configuration file and the other options, and exit; an upgrade lets the new build do this
     #[arg(long)]
@@ -89,11 +90,14 @@ pub(super) fn run(globals: &Globals, args: Node) -> Result<()> {
     config.csi.enabled |= args.csi_controller;
     config.csi.controller |= args.csi_controller;
     config.check(std::path::Path::new("command line"))?;
+    if config.csi.enabled {
+        KUBERNETES.require("cannot serve CSI (csi.enabled)")?;
+    }
     if args.check_config {
         return Ok(());
     }
     config.log().init()?;
-    cleat_node::daemon::run(&config, crate::backends::REGISTRY, &[crate::kubernetes::csi])
+    cleat_node::daemon::run(&config, crate::backends::REGISTRY, EXTENSIONS)
 }
 
 #[cfg(test)]
