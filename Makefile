@@ -74,10 +74,11 @@ unit: deps-test ## What needs no virtual machine
 quick: deps-test ## What tests a change in a minute and a half; BASE=REV: the change since REV
 	@exec scripts/quick $(BASE)
 
-lint: deps-test ## Formatting, clippy with and without `fault`, scripts
+lint: deps-test ## Formatting, clippy of the tests, of the release and of a build without features, scripts
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets --features cleat/fault -- -D warnings
 	$(CARGO) clippy --locked --bins -- -D warnings
+	$(CARGO) clippy --locked --bins --no-default-features -- -D warnings
 	shellcheck $(SHELL_SCRIPTS)
 	python3 -c 'import ast, sys; [ast.parse(open(name).read(), name) for name in sys.argv[1:]]' $(PYTHON_SCRIPTS)
 
