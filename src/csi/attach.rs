@@ -13,6 +13,7 @@ use std::time::Duration;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_csi_api::csi::v1 as csi;
 use cleat_node::control_socket::{PeerCheck, listen_in_pod};
+use cleat_node::executor::Pending;
 use csi::controller_server::{self, Controller, ControllerServer};
 use csi::controller_service_capability::{self as capability, rpc::Type as Rpc};
 use csi::identity_server::{self, Identity, IdentityServer};
@@ -103,8 +104,16 @@ pub enum Usage {
 /// Serves `attacher` as the driver `driver` on a socket, until the future is dropped: the socket then refuses
 /// connections, those that exist are closed, and calls in progress end at their deadlines. If the socket cannot be
 /// made, tries again.
-pub async fn serve_attacher(socket: &Path, driver: &str, attacher: Arc<dyn Attacher>) {
+pub fn serve_attacher<'a>(
+    socket: &'a Path,
+    driver: &'a str,
+    attacher: Arc<dyn Attacher>,
+) -> Pending<'a, ()> {
     let service = AttachService { driver: driver.to_owned(), attacher, busy: Busy::default() };
+    Box::pin(serve(service, socket, driver))
+}
+
+async fn serve(service: AttachService, socket: &Path, driver: &str) {
     loop {
         match listen_in_pod(socket).await {
             Ok(listener) => {

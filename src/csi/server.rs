@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use cleat_core::error::Result;
 use cleat_node::control_socket::{PeerCheck, listen};
+use cleat_node::executor::Pending;
 use tokio::net::UnixListener;
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::service::interceptor::InterceptedService;
@@ -20,7 +21,11 @@ const RETRY: Duration = Duration::from_secs(5);
 impl Driver {
     /// Serves CSI, and registers with kubelet if the configuration says so, until the task is aborted. If the
     /// socket cannot be made, tries again: the devices of this node work without CSI.
-    pub async fn serve(self) {
+    pub fn serve(self) -> Pending<'static, ()> {
+        Box::pin(self.serve_always())
+    }
+
+    async fn serve_always(self) {
         let socket = self.config.socket();
         loop {
             match bind(&socket).await {

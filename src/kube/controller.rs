@@ -1,6 +1,7 @@
 //! The controller as a process: reaches the API server, waits to become the leader, leads, and stops on a signal.
 
 use std::future::Future;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,6 +14,7 @@ use tokio::sync::watch;
 
 use crate::api::{call, message};
 use crate::attach_detach;
+use crate::call_server::CallAnswer;
 use crate::client::connect_counted;
 use crate::cluster::Cluster;
 use crate::config::Config;
@@ -49,22 +51,25 @@ pub fn run(config: &Config, storage: Arc<dyn Storage>) -> Result<()> {
         .map_err(|error| Error::from_io("cannot start the controller's threads", error))?;
     let result = runtime.block_on(async {
         let stop = stop_signal()?;
-        run_until(config, storage, stop).await
+        run_until(config, storage, Box::pin(stop)).await
     });
     // A call of a storage that hangs must not block the end of the process.
     runtime.shutdown_timeout(Duration::from_secs(1));
     result
 }
 
+/// Completes when the controller is to end.
+pub type Stop = Pin<Box<dyn Future<Output = ()> + Send>>;
+
 /// Runs the controller until `stop` completes.
 ///
 /// # Errors
 /// As [`run`].
-pub async fn run_until(
-    config: &Config,
-    storage: Arc<dyn Storage>,
-    stop: impl Future<Output = ()>,
-) -> Result<()> {
+pub fn run_until(config: &Config, storage: Arc<dyn Storage>, stop: Stop) -> CallAnswer<'_, ()> {
+    Box::pin(work_until(config, storage, stop))
+}
+
+async fn work_until(config: &Config, storage: Arc<dyn Storage>, stop: Stop) -> Result<()> {
     let metrics = Arc::new(Metrics::default());
     let (role, watched) = watch::channel(Role::Starting);
     let server = match config.listen {

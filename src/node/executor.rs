@@ -1,5 +1,6 @@
 //! The operations on mappings as one object, which the control API and tests call.
 
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,6 +22,10 @@ use cleat_kernel::{Device, DeviceIndex, Holder, Identity, Kernel, UnmountScope};
 pub use crate::context::Halt;
 pub use crate::operations::map::MapSpec;
 pub use crate::operations::resize::NewSize;
+
+/// A call in progress. It is boxed, because the compiler generates the code of an `async fn` again in each crate that
+/// awaits it.
+pub type Pending<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
 /// Runs the operations on mappings. Every call is bounded by its deadline.
 pub struct Executor {
@@ -59,8 +64,8 @@ impl Executor {
     /// # Errors
     /// Returns the first error of any step. The steps before it are undone; if that fails, the error
     /// states what is left.
-    pub async fn map(&self, spec: &MapSpec, deadline: Instant) -> Result<View> {
-        operations::adopt::adopt_or_map(&self.context, spec, deadline).await
+    pub fn map<'a>(&'a self, spec: &'a MapSpec, deadline: Instant) -> Pending<'a, Result<View>> {
+        Box::pin(operations::adopt::adopt_or_map(&self.context, spec, deadline))
     }
 
     /// Unmaps a volume and returns whether it was mapped.
@@ -68,8 +73,8 @@ impl Executor {
     /// # Errors
     /// Returns `InUse`, with the holders, if the device has any, and the cause if the device's data cannot be
     /// flushed; the mapping then does not change. After any other error, the supervisor continues the unmap.
-    pub async fn unmap(&self, target: &str, deadline: Instant) -> Result<bool> {
-        operations::unmap::unmap(&self.context, target, deadline).await
+    pub fn unmap<'a>(&'a self, target: &'a str, deadline: Instant) -> Pending<'a, Result<bool>> {
+        Box::pin(operations::unmap::unmap(&self.context, target, deadline))
     }
 
     /// Unmaps a mapping, or a device without a record, by force. Returns `None` if `target` does not
@@ -78,13 +83,13 @@ impl Executor {
     /// # Errors
     /// Returns `TimedOut` if `deadline` passes before the end. The message lists the steps that were
     /// done, and the supervisor continues in the background.
-    pub async fn force_unmap(
-        &self,
-        target: &str,
+    pub fn force_unmap<'a>(
+        &'a self,
+        target: &'a str,
         unmount: UnmountScope,
         deadline: Instant,
-    ) -> Result<Option<ForceReport>> {
-        operations::force_unmap::force_unmap(&self.context, target, unmount, deadline).await
+    ) -> Pending<'a, Result<Option<ForceReport>>> {
+        Box::pin(operations::force_unmap::force_unmap(&self.context, target, unmount, deadline))
     }
 
     /// Changes the size of a volume and of its device.
@@ -92,8 +97,13 @@ impl Executor {
     /// # Errors
     /// Returns `InvalidArgument` if the size would shrink the device and the caller does not allow it;
     /// `InUse` if a device to be shrunk has holders; `Unavailable` if the backend does not answer.
-    pub async fn resize(&self, target: &str, wanted: NewSize, deadline: Instant) -> Result<View> {
-        operations::resize::resize(&self.context, target, wanted, deadline).await
+    pub fn resize<'a>(
+        &'a self,
+        target: &'a str,
+        wanted: NewSize,
+        deadline: Instant,
+    ) -> Pending<'a, Result<View>> {
+        Box::pin(operations::resize::resize(&self.context, target, wanted, deadline))
     }
 
     /// Changes the outage policy and the rate limits of a mapping. The change is recorded even if no
@@ -101,13 +111,13 @@ impl Executor {
     ///
     /// # Errors
     /// Returns `InvalidArgument` if `change` is empty, and the errors of the journal and of the worker.
-    pub async fn set_policy(
-        &self,
-        target: &str,
+    pub fn set_policy<'a>(
+        &'a self,
+        target: &'a str,
         change: policy::Change,
         deadline: Instant,
-    ) -> Result<View> {
-        operations::set_options::set_policy(&self.context, target, change, deadline).await
+    ) -> Pending<'a, Result<View>> {
+        Box::pin(operations::set_options::set_policy(&self.context, target, change, deadline))
     }
 
     /// Passes the present content of the volume's credential files to the worker.
@@ -115,8 +125,12 @@ impl Executor {
     /// # Errors
     /// Returns `Unsupported` if the volume names no credential files, or if only a new worker can use them,
     /// and the errors of opening the files.
-    pub async fn renew_credentials(&self, target: &str, deadline: Instant) -> Result<View> {
-        operations::set_options::renew_credentials(&self.context, target, deadline).await
+    pub fn renew_credentials<'a>(
+        &'a self,
+        target: &'a str,
+        deadline: Instant,
+    ) -> Pending<'a, Result<View>> {
+        Box::pin(operations::set_options::renew_credentials(&self.context, target, deadline))
     }
 
     /// Replaces the faults that a `fault:` volume injects.
@@ -124,8 +138,13 @@ impl Executor {
     /// # Errors
     /// Returns `Unsupported` if the volume is not a `fault:` volume.
     #[cfg(feature = "fault")]
-    pub async fn set_fault(&self, target: &str, plan: &str, deadline: Instant) -> Result<()> {
-        operations::set_options::set_fault(&self.context, target, plan, deadline).await
+    pub fn set_fault<'a>(
+        &'a self,
+        target: &'a str,
+        plan: &'a str,
+        deadline: Instant,
+    ) -> Pending<'a, Result<()>> {
+        Box::pin(operations::set_options::set_fault(&self.context, target, plan, deadline))
     }
 
     /// Upgrades the daemon and its workers, and reports the result for each. If the receiver is dropped,
@@ -133,12 +152,12 @@ impl Executor {
     ///
     /// # Errors
     /// Returns `NotFound` if a target is not mapped; nothing has been changed then.
-    pub async fn upgrade(
-        &self,
+    pub fn upgrade<'a>(
+        &'a self,
         request: api::UpgradeRequest,
         timeout: Duration,
-    ) -> Result<mpsc::Receiver<Result<api::UpgradeEvent, Status>>> {
-        operations::upgrade::upgrade(&self.context, request, timeout).await
+    ) -> Pending<'a, Result<mpsc::Receiver<Result<api::UpgradeEvent, Status>>>> {
+        Box::pin(operations::upgrade::upgrade(&self.context, request, timeout))
     }
 
     /// Returns the mapping with the name, the URI or the device path `target`.
@@ -146,25 +165,35 @@ impl Executor {
     /// # Errors
     /// Returns `NotFound` if there is none, and also for a device without a record, which can only be
     /// unmapped.
-    pub async fn get(&self, target: &str, deadline: Instant) -> Result<Arc<Mapping>> {
-        target::get(&self.context, target, deadline).await
+    pub fn get<'a>(
+        &'a self,
+        target: &'a str,
+        deadline: Instant,
+    ) -> Pending<'a, Result<Arc<Mapping>>> {
+        Box::pin(target::get(&self.context, target, deadline))
     }
 
     /// Returns the holders of a device.
     ///
     /// # Errors
     /// Returns an error if the kernel's state cannot be read until `deadline`.
-    pub async fn holders(&self, index: DeviceIndex, deadline: Instant) -> Result<Vec<Holder>> {
-        holders::holders_of(&self.context, index, deadline).await
+    pub fn holders<'a>(
+        &'a self,
+        index: DeviceIndex,
+        deadline: Instant,
+    ) -> Pending<'a, Result<Vec<Holder>>> {
+        Box::pin(holders::holders_of(&self.context, index, deadline))
     }
 
     /// Reads the first block of a device from its worker, past the page cache.
     ///
     /// # Errors
     /// Returns an error if the device cannot be read until `deadline`.
-    pub async fn probe(&self, index: DeviceIndex, deadline: Instant) -> Result<()> {
-        let probe = move |kernel: &dyn Kernel, until| kernel.probe(index, until);
-        self.context.kernel.wait("read the device", deadline, None, probe).await
+    pub fn probe<'a>(&'a self, index: DeviceIndex, deadline: Instant) -> Pending<'a, Result<()>> {
+        Box::pin(async move {
+            let probe = move |kernel: &dyn Kernel, until| kernel.probe(index, until);
+            self.context.kernel.wait("read the device", deadline, None, probe).await
+        })
     }
 
     /// Sets what is wrong with a service beside the control API, for `cleat status`; `None` if nothing is.
@@ -181,8 +210,11 @@ impl Executor {
     ///
     /// # Errors
     /// Returns an error if the kernel's devices cannot be listed until `deadline`.
-    pub async fn orphans(&self, deadline: Instant) -> Result<Vec<(Device, Identity)>> {
-        devices::orphans(&self.context, deadline).await
+    pub fn orphans<'a>(
+        &'a self,
+        deadline: Instant,
+    ) -> Pending<'a, Result<Vec<(Device, Identity)>>> {
+        Box::pin(devices::orphans(&self.context, deadline))
     }
 
     /// Returns whether this supervisor disconnected a device by force. Such a device disappears when its

@@ -408,8 +408,9 @@ fn row_03_and_16_the_loop_continues_after_a_restart_and_only_where_kubernetes_do
         world.all::<CSIDriver>().delete(&world.driver, &DeleteParams::default()).await.unwrap();
         let config = Config { listen: None, ..config(&world).await };
         let storage = std::sync::Arc::clone(&world.storage);
-        let refused =
-            cleat_kube::run_until(&config, storage, std::future::pending()).await.unwrap_err();
+        let refused = cleat_kube::run_until(&config, storage, Box::pin(std::future::pending()))
+            .await
+            .unwrap_err();
         assert!(refused.message().contains("attachRequired: false"), "{refused}");
     });
 }

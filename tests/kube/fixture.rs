@@ -171,7 +171,7 @@ impl World {
         let (stop, stopped) = oneshot::channel();
         let task = tokio::spawn(async move {
             let stop = async { drop(stopped.await) };
-            cleat_kube::run_until(&config, storage, stop).await
+            cleat_kube::run_until(&config, storage, Box::pin(stop)).await
         });
         Controller { port, stop, task }
     }

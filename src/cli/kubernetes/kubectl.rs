@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use cleat_core::error::Result;
 use cleat_csi::VolumeId;
 use cleat_kube::report::{
-    DrainCheck, HolderRow, Image, NodeReport, Reader, TakenOver, VolumeRow, Why, ask,
+    DrainCheck, HolderRow, Image, NodeReport, Reader, TakenOver, VolumeRow, Why,
 };
 use serde::Serialize;
 
@@ -153,43 +153,39 @@ pub(super) fn run(globals: &Globals, args: Kubectl) -> Result<u8> {
     let format = globals.output.unwrap_or(Format::Table);
     let (kubeconfig, context) = (args.kubeconfig.as_deref(), args.context.as_deref());
     let driver = &*args.driver;
-    let reader = Reader::connect(kubeconfig, context, driver);
-    ask(async move {
-        let reader = reader.await?;
-        match args.command {
-            Command::Volumes(_) => {
-                let volumes = reader.volumes().await?;
-                let text = |format| volumes_table(&volumes, format == Format::Wide);
-                show(format, &Listing { volumes: &volumes }, text)?;
-                if volumes.is_empty() {
-                    output::note(&no_volumes(driver, &reader.drivers().await?));
-                }
-            }
-            Command::Node(node) => {
-                let report = reader.node(&node.name).await?;
-                show(format, &report, |_| node_text(&report))?;
-            }
-            Command::Why(why) => {
-                let why = reader.why(why.namespace.as_deref(), &why.claim).await?;
-                show(format, &why, |_| why_text(&why))?;
-            }
-            Command::DrainCheck(drain) => {
-                let check = reader.drain_check(&drain.node).await?;
-                show(format, &check, |_| drain_text(&check))?;
-                return Ok(if check.can_be_drained { exit::OK } else { exit::NOT_DRAINABLE });
-            }
-            Command::TakeOver(taken) => {
-                let class = taken.storage_class.as_deref();
-                let namespace = taken.rados_namespace;
-                let id = |image: &Image| id_of(image, namespace);
-                let TakenOver { volume, claim } =
-                    reader.take_over(&taken.volume, class, id).await?;
-                let list = Manifests { api_version: "v1", kind: "List", items: (volume, claim) };
-                output::json(&list)?;
+    let reader = Reader::connect(kubeconfig, context, driver)?;
+    match args.command {
+        Command::Volumes(_) => {
+            let volumes = reader.volumes()?;
+            let text = |format| volumes_table(&volumes, format == Format::Wide);
+            show(format, &Listing { volumes: &volumes }, text)?;
+            if volumes.is_empty() {
+                output::note(&no_volumes(driver, &reader.drivers()?));
             }
         }
-        Ok(exit::OK)
-    })
+        Command::Node(node) => {
+            let report = reader.node(&node.name)?;
+            show(format, &report, |_| node_text(&report))?;
+        }
+        Command::Why(why) => {
+            let why = reader.why(why.namespace.as_deref(), &why.claim)?;
+            show(format, &why, |_| why_text(&why))?;
+        }
+        Command::DrainCheck(drain) => {
+            let check = reader.drain_check(&drain.node)?;
+            show(format, &check, |_| drain_text(&check))?;
+            return Ok(if check.can_be_drained { exit::OK } else { exit::NOT_DRAINABLE });
+        }
+        Command::TakeOver(taken) => {
+            let class = taken.storage_class.as_deref();
+            let namespace = taken.rados_namespace;
+            let id = |image: &Image| id_of(image, &namespace);
+            let TakenOver { volume, claim } = reader.take_over(&taken.volume, class, &id)?;
+            let list = Manifests { api_version: "v1", kind: "List", items: (volume, claim) };
+            output::json(&list)?;
+        }
+    }
+    Ok(exit::OK)
 }
 
 /// Says which drivers have volumes in the place of one that has none.
@@ -213,9 +209,9 @@ struct Manifests<T> {
 }
 
 /// Returns the volume handle of an image. `namespace` is for a volume that does not name one.
-fn id_of(image: &Image, namespace: String) -> String {
+fn id_of(image: &Image, namespace: &str) -> String {
     let Image { cluster, pool, namespace: own, name } = image.clone();
-    let namespace = own.unwrap_or(namespace);
+    let namespace = own.unwrap_or_else(|| namespace.to_owned());
     VolumeId::Rbd { cluster, pool, namespace, image: name }.to_string()
 }
 

@@ -1,7 +1,7 @@
 //! The tasks of the agent: they watch the grants of the node, look whether the API server is back after an outage, and
 //! work on volumes.
 
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -36,7 +36,11 @@ const OUTAGE_RETRY: Duration = Duration::from_secs(2);
 
 impl Agent {
     /// Works until the future is dropped. Everything that fails is tried again.
-    pub async fn run(&self) {
+    pub fn run(&self) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+        Box::pin(self.run_always())
+    }
+
+    async fn run_always(&self) {
         let shared = &self.0;
         self.remember().await;
         let mut tasks = JoinSet::new();

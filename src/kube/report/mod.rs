@@ -22,6 +22,7 @@ use k8s_openapi::api::storage::v1::{CSINode, StorageClass, VolumeAttachment};
 use kube::api::{Api, ListParams};
 use kube::{Client, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
+use tokio::runtime::Runtime;
 
 use crate::api::{call, now};
 use crate::attach_detach::pods;
@@ -43,19 +44,16 @@ const MAX_OBJECTS: usize = 200_000;
 /// The maximum length of a name.
 const MAX_NAME: usize = 253;
 
-/// Reads the objects of a cluster that concern the volumes of one driver.
+/// Reads the objects of a cluster that concern the volumes of one driver. Each call blocks until the API server has
+/// answered.
 pub struct Reader {
-    client: Client,
-    driver: String,
+    runtime: Runtime,
+    objects: Objects,
 }
 
-/// Runs a question on a runtime of its own, and blocks until it is answered.
-///
-/// # Errors
-/// Returns the error of the question.
-pub fn ask<T>(question: impl Future<Output = Result<T>>) -> Result<T> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    runtime.map_err(|error| Error::from_io("cannot start a runtime", error))?.block_on(question)
+struct Objects {
+    client: Client,
+    driver: String,
 }
 
 impl Reader {
@@ -64,48 +62,43 @@ impl Reader {
     ///
     /// # Errors
     /// Returns `InvalidArgument` if the file cannot be read or does not have the context.
-    pub async fn connect(
-        kubeconfig: Option<&Path>,
-        context: Option<&str>,
-        driver: &str,
-    ) -> Result<Self> {
-        let client = connect_as(kubeconfig, context).await?;
-        Ok(Self { client, driver: driver.to_owned() })
+    pub fn connect(kubeconfig: Option<&Path>, context: Option<&str>, driver: &str) -> Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let runtime = runtime.map_err(|error| Error::from_io("cannot start a runtime", error))?;
+        let client = runtime.block_on(connect_as(kubeconfig, context))?;
+        Ok(Self { runtime, objects: Objects { client, driver: driver.to_owned() } })
     }
 
     /// Lists the volumes of the driver: those with a PersistentVolume, and those that only have a grant.
     ///
     /// # Errors
     /// Returns the error of the API server.
-    pub async fn volumes(&self) -> Result<Vec<VolumeRow>> {
-        let (volumes, grants) = (self.persistent_volumes().await?, self.grants().await?);
-        Ok(volumes::rows(&self.driver, &volumes, &grants))
+    pub fn volumes(&self) -> Result<Vec<VolumeRow>> {
+        self.runtime.block_on(self.objects.volumes())
     }
 
     /// Returns the CSI drivers of all PersistentVolumes.
     ///
     /// # Errors
     /// Returns the error of the API server.
-    pub async fn drivers(&self) -> Result<BTreeSet<String>> {
-        let volumes: Vec<PersistentVolume> = self.all(&ListParams::default()).await?;
-        let driver = |volume: PersistentVolume| Some(volume.spec?.csi?.driver);
-        Ok(volumes.into_iter().filter_map(driver).collect())
+    pub fn drivers(&self) -> Result<BTreeSet<String>> {
+        self.runtime.block_on(self.objects.drivers())
     }
 
     /// Describes what a node has of the driver.
     ///
     /// # Errors
     /// Returns `NotFound` if neither the node exists nor a grant names it, and otherwise the error of the API server.
-    pub async fn node(&self, name: &str) -> Result<NodeReport> {
-        node::report(&self.facts_of_node(name).await?)
+    pub fn node(&self, name: &str) -> Result<NodeReport> {
+        self.runtime.block_on(self.objects.node(name))
     }
 
     /// Checks whether the volumes of the driver permit that a node is drained.
     ///
     /// # Errors
     /// As [`Reader::node`].
-    pub async fn drain_check(&self, name: &str) -> Result<DrainCheck> {
-        node::drain_check(&self.facts_of_node(name).await?)
+    pub fn drain_check(&self, name: &str) -> Result<DrainCheck> {
+        self.runtime.block_on(self.objects.drain_check(name))
     }
 
     /// Says what a PersistentVolumeClaim waits for. `claim` is NAME or NAMESPACE/NAME. Without a namespace, that of the
@@ -114,7 +107,47 @@ impl Reader {
     /// # Errors
     /// Returns `InvalidArgument` for an impossible name and for two namespaces, `NotFound` if the claim does not exist, and otherwise the error
     /// of the API server.
-    pub async fn why(&self, namespace: Option<&str>, claim: &str) -> Result<Why> {
+    pub fn why(&self, namespace: Option<&str>, claim: &str) -> Result<Why> {
+        self.runtime.block_on(self.objects.why(namespace, claim))
+    }
+
+    /// Returns the objects with which a volume of ceph-csi is one of the driver. Without `storage_class`, it keeps its
+    /// own. `id` makes the volume handle of an image.
+    ///
+    /// # Errors
+    /// Returns `NotFound` if the PersistentVolume or its claim does not exist; `InUse` with what uses it;
+    /// `Unsupported` for a volume that cannot be taken over; otherwise the error of the API server.
+    pub fn take_over(
+        &self,
+        volume: &str,
+        storage_class: Option<&str>,
+        id: impl FnOnce(&Image) -> String,
+    ) -> Result<TakenOver> {
+        self.runtime.block_on(self.objects.take_over(volume, storage_class, id))
+    }
+}
+
+impl Objects {
+    async fn volumes(&self) -> Result<Vec<VolumeRow>> {
+        let (volumes, grants) = (self.persistent_volumes().await?, self.grants().await?);
+        Ok(volumes::rows(&self.driver, &volumes, &grants))
+    }
+
+    async fn drivers(&self) -> Result<BTreeSet<String>> {
+        let volumes: Vec<PersistentVolume> = self.all(&ListParams::default()).await?;
+        let driver = |volume: PersistentVolume| Some(volume.spec?.csi?.driver);
+        Ok(volumes.into_iter().filter_map(driver).collect())
+    }
+
+    async fn node(&self, name: &str) -> Result<NodeReport> {
+        node::report(&self.facts_of_node(name).await?)
+    }
+
+    async fn drain_check(&self, name: &str) -> Result<DrainCheck> {
+        node::drain_check(&self.facts_of_node(name).await?)
+    }
+
+    async fn why(&self, namespace: Option<&str>, claim: &str) -> Result<Why> {
         let (namespace, claim) = split(namespace, claim)?;
         let namespace = namespace.unwrap_or(self.client.default_namespace());
         check_name("namespace", namespace)?;
@@ -172,13 +205,7 @@ impl Reader {
         Ok(why::answer(&facts))
     }
 
-    /// Returns the objects with which a volume of ceph-csi is one of the driver. Without `storage_class`, it keeps its
-    /// own. `id` makes the volume handle of an image.
-    ///
-    /// # Errors
-    /// Returns `NotFound` if the PersistentVolume or its claim does not exist; `InUse` with what uses it;
-    /// `Unsupported` for a volume that cannot be taken over; otherwise the error of the API server.
-    pub async fn take_over(
+    async fn take_over(
         &self,
         volume: &str,
         storage_class: Option<&str>,

@@ -28,7 +28,7 @@ use crate::context::{Context, QuiesceSettings, Settings};
 use crate::control_socket::listen;
 use crate::credentials;
 use crate::directory::create_private;
-use crate::executor::{Executor, Halt};
+use crate::executor::{Executor, Halt, Pending};
 use crate::force_disconnected::ForceDisconnected;
 use crate::journal::{Disk, lock};
 use crate::kernel_calls::KernelCalls;
@@ -98,7 +98,11 @@ impl Node {
     ///
     /// # Errors
     /// As [`run`].
-    pub async fn start(config: &Config, parts: Parts) -> Result<Self> {
+    pub fn start(config: &Config, parts: Parts) -> Pending<'_, Result<Self>> {
+        Box::pin(Self::start_all(config, parts))
+    }
+
+    async fn start_all(config: &Config, parts: Parts) -> Result<Self> {
         create_private(&config.runtime_dir)?;
         create_private(&config.workers_dir())?;
         let runtime_lock = lock(&config.runtime_dir.join("lock"))?;
@@ -189,9 +193,9 @@ impl Node {
     }
 
     /// Stops the daemon. Mappings stay, except with `unmap_on_shutdown`.
-    pub async fn shutdown(self) {
+    pub fn shutdown(self) -> Pending<'static, ()> {
         let unmap = self.unmap_on_shutdown;
-        self.stop(unmap).await;
+        Box::pin(self.stop(unmap))
     }
 
     async fn stop(mut self, unmap: bool) {
