@@ -32,7 +32,7 @@ ENFORCE ?=
 BASE ?=
 # With exec, make sends SIGTERM to run-suites and not to a shell.
 RUN_SUITES = exec env CLEAT_DEPS_INSTALLED=1 scripts/run-suites --name $@ $(if $(ENFORCE),--enforce) --jobs $(JOBS)
-SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.sh \
+SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/cargo-deps.sh scripts/demo.sh scripts/go-tool.sh \
 	scripts/control-plane.sh scripts/deploy-tools.sh tests/nodes/guest/start tests/nodes/guest/service \
 	tests/nodes/guest/shutdown tests/nodes/import-images
 
@@ -42,7 +42,7 @@ PYTHON_SCRIPTS = $(wildcard scripts/suites/*.py) scripts/build-image scripts/hos
 .DEFAULT_GOAL := build
 .PHONY: help build release demo test test-long quick unit tests vm-image comparison comparison-fail-over soak \
 	soak-device soak-simulation soak-models soak-fights soak-controller soak-nodes soak-fuzz bench bench-device install \
-	uninstall clean control-plane nodes fail-over demo-cluster image deps-build deps-test device simulation lint $(SUITES)
+	uninstall clean control-plane nodes fail-over demo-cluster image deps-build deps-test device device-short device-long simulation lint $(SUITES)
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,13 +59,12 @@ $(RELEASE):
 demo: release ## Map a volume, put a file system and files on it, check them; in a VM where needed
 	scripts/demo.sh $(RELEASE)
 
-test: deps-test ## Lint, tests, virtual machines, in about half an hour
-	@$(RUN_SUITES) --again system,kube,export,device,fail-over \
-		--background lint,simulation vm-image tests control-plane / $(SUITES) / fail-over lint simulation / device
+test: deps-test ## Every kind of test, in about 20 minutes: lint, tests, a virtual machine
+	@$(RUN_SUITES) --again system,kube,export,device-short --background lint,simulation \
+		vm-image tests control-plane / $(SUITES) / device-short lint simulation
 
 test-long: deps-test ## The long tests, which .ci/run runs after `make test`
-	@$(RUN_SUITES) --again fail-over,device --background simulation \
-		vm-image tests control-plane / fail-over simulation / device
+	@$(RUN_SUITES) --again fail-over,device-long vm-image tests control-plane / fail-over / device-long
 
 unit: deps-test ## What needs no virtual machine
 	@$(RUN_SUITES) --again system,kube,export \
@@ -83,7 +82,9 @@ lint: deps-test ## Formatting, clippy of the tests, of the release and of a buil
 	python3 -c 'import ast, sys; [ast.parse(open(name).read(), name) for name in sys.argv[1:]]' $(PYTHON_SCRIPTS)
 
 tests: deps-test ## Build all tests
+	scripts/cargo-deps.sh restore debug
 	$(CARGO_TEST) --no-run
+	scripts/cargo-deps.sh save debug
 
 vm-image: deps-test ## Build the image of the virtual machines
 	tests/vm/build-image.sh
@@ -121,6 +122,12 @@ ffi: deps-test ## The crates around Ceph's libraries, on a cluster, also under v
 
 device: deps-test ## /dev/nbdX in three virtual machines at a time, which use all processors
 	$(CARGO_TEST) --test device $(if $(TEST),-- $(EXACT))
+
+device-short: deps-test ## Some tests of `device`, in one virtual machine
+	CLEAT_TEST_PART=short $(MAKE) device
+
+device-long: deps-test ## The other tests of `device`
+	CLEAT_TEST_PART=long $(MAKE) device
 
 # The tests take turns, because they share a node.
 nodes: deps-test ## Pods with volumes on nodes with kubelet and containerd, in virtual machines that fail

@@ -19,6 +19,30 @@ use test_kit::csi_sanity;
 /// Set in the guest: the file with the names of the tests to run, one per line.
 pub(crate) const TRIALS: &str = "CLEAT_TEST_TRIALS";
 
+/// Divides the tests for `make`: `short` selects those of [`SHORT`], `long` the others. Without it, all run.
+const PART: &str = "CLEAT_TEST_PART";
+
+/// The tests of `make test`, which run on one machine: one or two of each kind.
+const SHORT: [&str; 17] = [
+    "kernel_trait_suite_on_the_real_kernel",
+    "row_40_map_prints_the_device_and_unmap_frees_it",
+    "mapping_is_idempotent_and_conflicts_are_refused",
+    "map_returns_with_the_links_of_existing_partitions",
+    "unmap_is_refused_while_held_naming_the_holder",
+    "a_restarted_supervisor_still_has_its_mappings",
+    "resize_grows_the_device_online",
+    "ext4_on_file_with_1_connections",
+    "fio_verify_on_file_with_4_connections",
+    "zeroes_and_discards_read_as_zero",
+    "crash_of_a_worker_is_repaired_under_a_filesystem",
+    "force_aborts_an_unmap_that_hangs",
+    "outage_under_a_filesystem_delays_io_without_errors",
+    "upgrade_of_workers_under_fio_on_ext4",
+    "objects_survive_kills_under_a_filesystem",
+    "csi_filesystem_from_stage_to_unstage",
+    "csi_never_formats_content",
+];
+
 /// Set in the guest of a test of the shutdown: which of [`BOOTS`] it is.
 pub(crate) const BOOT: &str = "CLEAT_TEST_BOOT";
 
@@ -62,6 +86,10 @@ pub(crate) fn run(
     systemd: &[Trial],
     shutdown: &[Trial],
 ) -> i32 {
+    let all: Vec<&str> = [fast, systemd, shutdown].into_iter().flatten().map(Trial::name).collect();
+    for name in SHORT {
+        assert!(all.contains(&name), "there is no test {name} for `make test`");
+    }
     let machines = machines(arguments, fast, systemd, shutdown);
     if machines.is_empty() {
         println!("no test is chosen");
@@ -139,7 +167,8 @@ fn machines(
     let (fast, systemd, shutdown) = (names(fast), names(systemd), names(shutdown));
     let (with_cluster, fast): (Vec<String>, Vec<String>) =
         fast.into_iter().partition(|name| name.contains("rbd"));
-    let shards = FAST_MACHINES.min(fast.len());
+    // The tests of `make test` end before a second machine would be worth its start.
+    let shards = if fast.len() <= SHORT.len() { fast.len().min(1) } else { FAST_MACHINES };
     let machine = |name: &str, processors, init, trials| Machine {
         name: name.to_owned(),
         processors,
@@ -171,7 +200,14 @@ fn is_chosen(arguments: &Arguments, trial: &Trial) -> bool {
     let matches = |pattern: &String| {
         if arguments.exact { trial.name() == pattern } else { trial.name().contains(pattern) }
     };
-    arguments.filter.as_ref().is_none_or(matches)
+    let is_of_part = match std::env::var(PART).as_deref() {
+        Ok("short") => SHORT.contains(&trial.name()),
+        Ok("long") => !SHORT.contains(&trial.name()),
+        Ok(other) => panic!("{PART}={other}: choose short or long"),
+        Err(_) => true,
+    };
+    is_of_part
+        && arguments.filter.as_ref().is_none_or(matches)
         && !arguments.skip.iter().any(matches)
         && (!arguments.ignored || trial.has_ignored_flag())
 }
