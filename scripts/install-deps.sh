@@ -12,6 +12,8 @@
 
 set -euo pipefail
 
+lock_timeout_s=120
+
 # One package per line: group, name, purpose.
 table() {
     cat <<'TABLE'
@@ -78,8 +80,22 @@ privileged() {
     if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi
 }
 
+# Waits for another apt, such as the one that looks for updates after a boot. apt-get's own option for that
+# does not cover all of its locks.
 apt_get() {
-    privileged env DEBIAN_FRONTEND=noninteractive apt-get -q -q -o Dpkg::Use-Pty=0 "$@"
+    local messages waited_s=0
+    until messages=$(privileged env LC_ALL=C DEBIAN_FRONTEND=noninteractive \
+        apt-get -q -q -o Dpkg::Use-Pty=0 "$@" 2>&1 >&3); do
+        case $messages in *"Could not get lock"*) ;; *) waited_s=$lock_timeout_s ;; esac
+        if [ "$waited_s" -ge "$lock_timeout_s" ]; then
+            echo "$messages" >&2
+            return 1
+        fi
+        [ "$waited_s" != 0 ] || say "waits up to $lock_timeout_s s: ${messages%%$'\n'*}" >&2
+        sleep 2
+        waited_s=$((waited_s + 2))
+    done 3>&1
+    [ -z "$messages" ] || echo "$messages" >&2
 }
 
 install() { # OPTIONS AND PACKAGES: shows only errors of dpkg
@@ -187,7 +203,7 @@ if [ "${#stock[@]}" -gt 0 ] || [ "${#backports[@]}" -gt 0 ]; then
     if [ "${#stock[@]}" -gt 0 ]; then
         install "${stock[@]}"
     fi
-    say "${groups[*]}: installed"
+    [ -n "$dry_run" ] || say "${groups[*]}: installed"
 else
     say "${groups[*]}: all installed"
 fi
