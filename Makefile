@@ -32,7 +32,8 @@ ENFORCE ?=
 BASE ?=
 # With exec, make sends SIGTERM to run-suites and not to a shell.
 RUN_SUITES = exec env CLEAT_DEPS_INSTALLED=1 scripts/run-suites --name $@ $(if $(ENFORCE),--enforce) --jobs $(JOBS)
-SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/cargo-deps.sh scripts/demo.sh scripts/go-tool.sh \
+SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/cargo-deps.sh scripts/demo.sh \
+	scripts/build-with-progress scripts/go-tool.sh \
 	scripts/control-plane.sh scripts/deploy-tools.sh tests/nodes/guest/start tests/nodes/guest/service \
 	tests/nodes/guest/shutdown tests/nodes/import-images
 
@@ -50,7 +51,7 @@ help: ## List the targets
 build: release ## Build the release binary (target/release/cleat)
 
 release: deps-build
-	$(CARGO) build --release --locked
+	CARGO='$(CARGO)' scripts/build-with-progress --release --locked
 
 # Not built anew: root, who installs, mostly has no cargo.
 $(RELEASE):
