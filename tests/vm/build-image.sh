@@ -4,12 +4,13 @@
 #
 #   vmlinuz  initrd.img  root.ext4  release
 #
-# KERNEL=6.12 (default) or 6.1 selects Debian's cloud kernel of that series.
+# KERNEL=6.12 (default) or 6.1 selects Debian's cloud kernel of that series. IMAGE=full (default)
+# or demo selects the packages: packages.txt or packages-demo.txt.
 #
 # There are four stages. Each result is cached under a hash of its inputs, so that a second
 # run does nothing and a change of the guest's scripts takes less than a second:
 #
-#   base-HASH      the Debian root file system as a tar       (mmdebstrap)
+#   base-HASH      the Debian root file system as a tar       (mmdebstrap; demo: see build_demo_base)
 #   kernel-HASH    the package of the kernel
 #   image-HASH     kernel, and base plus modules as an image  (mke2fs -d)
 #   boot-HASH      the initramfs with the guest's scripts, and links to the image
@@ -22,6 +23,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cache=${CLEAT_VM_DIR:-$here/../../target/vm}
 series=${KERNEL:-6.12}
+kind=${IMAGE:-full}
 suite=bookworm
 
 keep_days=3
@@ -42,7 +44,7 @@ die() {
 
 hash_of() { sha256sum | cut -c 1-12; }
 
-packages() { sed 's/#.*//' "$here/packages.txt" | xargs; }
+packages() { sed 's/#.*//' "$package_list" | xargs; }
 
 # mke2fs and tar must see root as the owner of files.
 as_root() {
@@ -63,6 +65,10 @@ stage() { # DIRECTORY FUNCTION
 
 build_base() { # DIRECTORY
     say "root file system: Debian with $(packages)"
+    "build_${kind}_base" "$1"
+}
+
+build_full_base() { # DIRECTORY
     # Not --dpkgopt: with that, mmdebstrap unpacks each essential package through a filter in Python, which takes
     # a fifth of the processor time.
     printf 'path-exclude=%s\n' "${unused[@]}" >"$1/cleat-vm"
@@ -74,6 +80,31 @@ build_base() { # DIRECTORY
         --customize-hook='cd "$1" && rm -rf '"${unused[*]/#/.}" \
         --customize-hook="$here/customize-root"' "$1"' \
         "$suite" "$1/root.tar"
+}
+
+# Unpacks the packages and their dependencies without installing them, which takes seconds and not minutes.
+# No script of a package runs, so there are no alternatives, no users and no caches. apt's package lists
+# are those of the host.
+build_demo_base() { # DIRECTORY
+    mkdir -p "$1/archives/partial" "$1/root"
+    # shellcheck disable=SC2046 # one word per package
+    apt-get -y -qq --no-install-recommends --download-only -o Dir::State::status=/dev/null \
+        -o Dir::Cache::archives="$1/archives" -o Debug::NoLocking=true -o APT::Sandbox::User=root \
+        install $(packages)
+    # shellcheck disable=SC2016 # expanded by the inner shell
+    as_root bash -euo pipefail -c '
+        cd "$1"
+        mkdir -p root/usr/{bin,sbin,lib,lib64}
+        ln -s usr/{bin,sbin,lib,lib64} root/
+        for package in archives/*.deb; do
+            dpkg-deb --fsys-tarfile "$package" |
+                tar -xp -C root --keep-directory-symlink --warning=no-timestamp "${@:3}"
+        done
+        "$2/customize-root" root
+        tar -cf root.tar -C root .
+        rm -r root archives
+    ' build "$1" "$here" "${unused[@]/#/--exclude=.}" \
+        --exclude='./usr/lib/*/gconv/*'
 }
 
 newest_kernel() { # prints the package of the series with the highest version
@@ -94,6 +125,8 @@ build_image() { # DIRECTORY
     local unpacked=$1/unpacked release modules excluded
     # Three quarters of the size are drivers for hardware that the VM does not have.
     excluded=(drivers/{infiniband,iommu,gpu,input,media,net/ethernet,nvme,platform,'scsi/[a-l]*',usb,vdpa,video})
+    # The demo needs only those of block devices.
+    [ "$kind" != demo ] || excluded=('[!d]*' 'drivers/[!b]*')
     mkdir "$unpacked"
     dpkg-deb --fsys-tarfile "$kernel"/*.deb | tar -x -C "$unpacked" ./boot ./lib \
         "${excluded[@]/#/--exclude=./lib/modules/*/kernel/}"
@@ -148,6 +181,11 @@ flock 9
 
 case ${REFRESH:-0} in 0) ;; *) rm -rf "$cache"/{base,kernel,image,boot}-* ;; esac
 
+case $kind in
+    full) package_list=$here/packages.txt ;;
+    demo) package_list=$here/packages-demo.txt ;;
+    *) die "IMAGE=$kind: it is full or demo" ;;
+esac
 base=$cache/base-$({ packages; cat "${BASH_SOURCE[0]}" "$here/customize-root"; } | hash_of)
 kernel=$cache/kernel-$series-$(hash_of <"${BASH_SOURCE[0]}")
 image=$cache/image-$series-$(echo "${base##*/}" | hash_of)
