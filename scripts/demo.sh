@@ -134,30 +134,64 @@ run_in_vm() { # BINARY
     # shellcheck disable=SC2064 # expand the name now
     trap "rm -rf '$payload'" EXIT
     mkdir "$payload/tree"
-    cp "$1" "$payload/cleat"
+    # Without debug information, which is four fifths of the file.
+    strip -o "$payload/cleat" "$1" 2>/dev/null || cp "$1" "$payload/cleat"
     cp "$0" "$payload/demo.sh"
     cp "$rules" "$payload/"
     fill_tree "$payload/tree"
-    "$project/tests/vm/run" --payload "$payload" --timeout 600 -- ./demo.sh --inside
+    "$project/tests/vm/run" --image demo --nbds-max 2 --payload "$payload" --timeout 600 \
+        --env "DEMO_STARTED=$(($(date +%s) - SECONDS + started_s))" -- ./demo.sh --inside
     echo "(in the virtual machine; $((SECONDS - started_s)) s with its start)"
 }
 
-# Copies the project's own sources and, if it is installed, a part of the toolchain's documentation that
-# fits the volume.
+# Copies the project's own sources.
 fill_tree() { # DIRECTORY
     (cd "$project" && cp -a src tests scripts proto Cargo.toml Cargo.lock "$1")
-    local docs
-    docs=$(rustc --print sysroot 2>/dev/null)/share/doc
-    [ -d "$docs" ] || return 0
-    mkdir "$1/doc"
-    (cd "$docs" && find . -type f -size -256k -printf '%s %p\n' | LC_ALL=C sort -k 2 |
-        awk -v limit=$((12 * 1024 * 1024)) '(sum += $1) < limit { sub(/^[0-9]+ /, ""); print }' |
-        xargs -r -d '\n' cp --parents -t "$1/doc")
+}
+
+# Prints three commands for this machine. They run in the project's directory.
+what_next() { # BINARY
+    local sudo='sudo '
+    [ "$(id -u)" != 0 ] || sudo=
+    printf '\n== What to type next, in %s\n' "$project"
+    if has_nbd; then
+        cat <<TEXT
+Install a build of the release, and check this machine:
+\$ make && ${sudo}make install && ${sudo}cleat doctor
+TEXT
+        if [ -d /run/systemd/system ]; then
+            cat <<TEXT
+Start the daemon, and map a volume of your own:
+\$ ${sudo}systemctl enable --now cleat && ${sudo}cleat map 'file:/var/tmp/a.img?create=1G' --name data
+TEXT
+        else
+            cat <<TEXT
+Start the daemon, to map volumes of your own from another terminal:
+\$ ${sudo}cleat node
+TEXT
+        fi
+    else
+        cat <<TEXT
+Serve a volume to NBD clients, without root and without the nbd module, until Ctrl-C:
+\$ $1 serve mem:64M --socket /tmp/a.sock
+List what this machine lacks for block devices, with a repair for each:
+\$ $1 doctor
+TEXT
+    fi
+    cat <<TEXT
+Read what a volume can be, with examples:
+\$ $1 map --help
+TEXT
+}
+
+has_nbd() {
+    [ -d /sys/module/nbd ] || PATH=$PATH:/usr/sbin:/sbin modprobe -n -q nbd 2>/dev/null
 }
 
 if [ "${1:-}" = --inside ]; then
     PATH=$PWD:$PATH
     rules=$PWD/60-cleat.rules
+    echo "(up after $(($(date +%s) - DEMO_STARTED)) s)"
     run_here "$PWD/tree"
     exit
 fi
@@ -175,7 +209,9 @@ if can_run_here; then
     status=0
     (run_here "$tree") || status=$?
     rm -rf "$tree"
+    [ "$status" != 0 ] || what_next "$1"
     exit "$status"
 fi
 echo "demo: in a virtual machine: this machine has no nbd module, or the user is not root"
 run_in_vm "$binary"
+what_next "$1"
