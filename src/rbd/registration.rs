@@ -59,7 +59,7 @@ impl Backend for Rbd {
     /// Missing libraries are not an error, because only some nodes use volumes in Ceph.
     fn diagnose(&self) -> Option<Result<String>> {
         if librbd::load().is_err_and(|error| error.is_absent()) {
-            let finding = "librbd is not installed; rbd: volumes need librados2, librbd1";
+            let finding = "librbd is not installed; rbd: volumes need it: apt install librbd1";
             return Some(Ok(finding.to_owned()));
         }
         Some(match load_library() {

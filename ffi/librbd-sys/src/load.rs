@@ -64,7 +64,8 @@ pub fn api() -> Result<&'static Api, LoadError> {
 pub fn load(librados: &CStr, librbd: &CStr) -> Result<Api, LoadError> {
     // librbd needs librados. librados is loaded first, so that it is the one that is named if both are
     // missing.
-    let rados = Library::open(librados, "librados.so.2", "librados2")?;
+    // The package of librbd depends on that of librados, so it is the only one that a user has to install.
+    let rados = Library::open(librados, "librados.so.2", "librbd1")?;
     let rbd = Library::open(librbd, "librbd.so.1", "librbd1")?;
     // SAFETY: these are Ceph's libraries by their sonames, which identify the ABI. They stay loaded for
     // the rest of the process (RTLD_NODELETE).

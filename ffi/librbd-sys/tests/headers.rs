@@ -62,7 +62,7 @@ fn a_missing_library_names_its_package() {
     let error = load(c"libno-such-thing.so.2", c"librbd.so.1").unwrap_err();
     assert!(error.to_string().contains("librados.so.2"), "{error}");
     assert!(error.to_string().contains("libno-such-thing"), "{error}");
-    assert!(error.repair().contains("apt install librados2"), "{}", error.repair());
+    assert!(error.repair().contains("apt install librbd1"), "{}", error.repair());
     assert!(error.is_absent());
 }
 
