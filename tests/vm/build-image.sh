@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the image that tests/vm/run boots, under target/vm (or $CLEAT_VM_DIR), and prints
+# Builds the image that tests/vm/run boots, under cleat/vm in the user's cache directory
+# (or $CLEAT_VM_DIR), and prints
 # its directory:
 #
 #   vmlinuz  initrd.img  root.ext4  release
@@ -21,7 +22,7 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-cache=${CLEAT_VM_DIR:-$here/../../target/vm}
+cache=${CLEAT_VM_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/cleat/vm}
 series=${KERNEL:-6.12}
 kind=${IMAGE:-full}
 suite=bookworm
