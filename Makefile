@@ -246,7 +246,7 @@ uninstall: ## Remove what `install` put there (DESTDIR, PREFIX)
 		$(DESTDIR)$(PREFIX)/share/zsh/site-functions/_cleat \
 		$(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d/cleat.fish
 
-clean: ## Remove everything that was built, virtual machines included
+clean: ## Remove everything that was built in this folder (~/.cache/cleat stays)
 	$(CARGO) clean
 
 deps-build:
