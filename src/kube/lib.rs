@@ -59,5 +59,5 @@ mod volumes;
 pub use call_server::{CallAnswer, CallServer, Calls, Publish};
 pub use cleat_grants::policy::Policy;
 pub use config::{Config, Remediation, SWEEP_PERIOD};
-pub use controller::{run, run_until};
+pub use controller::{Stop, run, run_until};
 pub use lease::Timing;
