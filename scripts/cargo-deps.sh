@@ -59,7 +59,13 @@ exec 9>"$cache/lock"
 flock 9
 case $1 in
     restore)
-        if [ -d "$kept" ] && [ ! -d "$target/.fingerprint" ]; then copy "$kept" "$target"; fi
+        if [ -d "$target/.fingerprint" ]; then
+            exit 0
+        elif [ -d "$kept" ]; then
+            copy "$kept" "$target"
+        else
+            echo "first run: the dependencies are compiled, and kept for other clones" # scripts/run-suites reads this
+        fi
         ;;
     save)
         mkdir -p "$kept"

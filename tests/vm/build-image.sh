@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Builds the image that tests/vm/run boots, under cleat/vm in the user's cache directory
-# (or $CLEAT_VM_DIR), and prints
-# its directory:
+# Builds the image that tests/vm/run boots, under cleat/vm in the user's cache directory (or
+# $CLEAT_VM_DIR), and prints its directory:
 #
 #   vmlinuz  initrd.img  root.ext4  release
 #
@@ -202,6 +201,7 @@ if [ ! -d "$boot" ]; then
     export PATH=$PATH:/usr/sbin:/sbin
 
     if [ ! -d "$image" ]; then
+        echo "first run: the image is built" >&2 # scripts/run-suites reads this
         # Both mostly wait for the network.
         (stage "$kernel" build_kernel) &
         fetched=$!
