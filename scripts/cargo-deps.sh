@@ -5,9 +5,9 @@
 #   scripts/cargo-deps.sh save PROFILE      after cargo: adds to the cache what it does not have
 #
 # The cache has crates of registries only, because those of the workspace differ between clones. It is below
-# CLEAT_CARGO_CACHE, or cleat/cargo in the user's cache directory, under a hash of the compiler, Cargo.lock, the profiles
-# and the flags. Large files are hard links where the file system permits it. What has not been used for 14 days is removed.
-# cargo checks everything as usual, and compiles again what does not fit.
+# CLEAT_CARGO_CACHE, or cleat/cargo in the user's cache directory, under a hash of the compiler and Cargo.lock. Large files are
+# hard links where the file system permits it. What has not been used for 14 days is removed. cargo checks everything as
+# usual, and compiles again what does not fit, for example after a change of a profile.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -17,9 +17,7 @@ target=${CARGO_TARGET_DIR:-target}/$2
 cache=${CLEAT_CARGO_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/cleat/cargo}
 key=$({
     rustc -vV
-    cat Cargo.lock .cargo/config.toml
-    sed -n '/^\[profile/,$p' Cargo.toml
-    env | grep -E '^(RUSTFLAGS|CARGO_ENCODED_RUSTFLAGS|CARGO_BUILD_.*|CARGO_PROFILE_.*)=' | LC_ALL=C sort || true
+    cat Cargo.lock
 } | sha256sum | cut -c 1-24)
 kept=$cache/$2-$key
 
