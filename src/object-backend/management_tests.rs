@@ -206,7 +206,11 @@ fn a_clone_of_a_snapshot_with_a_token_says_why_it_cannot_be_used_until_a_repair(
     assert_eq!(fixture.clone_to("another"), Err(ErrorKind::Unavailable));
     assert_eq!(fixture.remove("another"), Ok(false), "nothing is left");
     let repaired = CheckStore::repair(&fixture.store, "v", false, &mut on).unwrap();
-    assert_eq!(repaired.deleted, [token]);
+    // On a slow host, a collection has not ended yet, and the repair deletes the objects that it has left, too.
+    let (tokens, logs): (Vec<_>, Vec<_>) =
+        repaired.deleted.into_iter().partition(|name| *name == token);
+    assert_eq!(tokens, [token]);
+    assert!(logs.iter().all(|name| name.starts_with("log/")), "{logs:?}");
     open().unwrap();
 }
 
