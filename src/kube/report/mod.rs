@@ -121,7 +121,7 @@ impl Reader {
         &self,
         volume: &str,
         storage_class: Option<&str>,
-        id: impl FnOnce(&Image) -> String,
+        id: &dyn Fn(&Image) -> String,
     ) -> Result<TakenOver> {
         self.runtime.block_on(self.objects.take_over(volume, storage_class, id))
     }
@@ -209,7 +209,7 @@ impl Objects {
         &self,
         volume: &str,
         storage_class: Option<&str>,
-        id: impl FnOnce(&Image) -> String,
+        id: &dyn Fn(&Image) -> String,
     ) -> Result<TakenOver> {
         let missing = |what: String| {
             Error::new(ErrorKind::NotFound, what).with_repair("kubectl get pv lists the volumes")
