@@ -84,6 +84,7 @@ lint: deps-test ## Formatting, clippy of the tests, of the release and of a buil
 	$(CARGO) clippy --locked --bins --no-default-features -- -D warnings
 	shellcheck $(SHELL_SCRIPTS)
 	python3 -c 'import ast, sys; [ast.parse(open(name).read(), name) for name in sys.argv[1:]]' $(PYTHON_SCRIPTS)
+	scripts/cargo-deps.sh save debug
 
 tests: deps-test ## Build all tests
 	scripts/cargo-deps.sh restore debug
