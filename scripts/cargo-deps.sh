@@ -45,8 +45,11 @@ copy() { # FROM TO
     mkdir -p "$2"/{.fingerprint,build,deps}
     # Build scripts may change their files in place, so these are copies.
     [ "${#builds[@]}" = 0 ] || printf '%s\0' "${builds[@]}" | xargs -0 cp -a --target-directory "$2/build"
-    printf '%s\0' "${files[@]}" | xargs -0 cp -alf --target-directory "$2/deps" 2>/dev/null ||
-        printf '%s\0' "${files[@]}" | xargs -0 cp -af --target-directory "$2/deps"
+    # A unit that only runs a build script has no file here.
+    if [ "${#files[@]}" -gt 0 ]; then
+        printf '%s\0' "${files[@]}" | xargs -0 cp -alf --target-directory "$2/deps" 2>/dev/null ||
+            printf '%s\0' "${files[@]}" | xargs -0 cp -af --target-directory "$2/deps"
+    fi
     # The last step: without these, cargo compiles the units.
     printf '%s\0' "${units[@]}" | xargs -0 cp -a --target-directory "$2/.fingerprint"
     echo "cargo-deps: $1 -> $2: ${#units[@]} units"
