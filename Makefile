@@ -84,12 +84,12 @@ lint: deps-test ## Formatting, clippy of the tests, of the release and of a buil
 	$(CARGO) clippy --locked --bins --no-default-features -- -D warnings
 	shellcheck $(SHELL_SCRIPTS)
 	python3 -c 'import ast, sys; [ast.parse(open(name).read(), name) for name in sys.argv[1:]]' $(PYTHON_SCRIPTS)
-	scripts/cargo-deps.sh save debug
+	-scripts/cargo-deps.sh save debug
 
 tests: deps-test ## Build all tests
 	scripts/cargo-deps.sh restore debug
 	$(CARGO_TEST) --no-run
-	scripts/cargo-deps.sh save debug
+	-scripts/cargo-deps.sh save debug
 
 vm-image: deps-test ## Build the image of the virtual machines
 	tests/vm/build-image.sh

@@ -57,7 +57,7 @@ copy() { # FROM TO
 
 mkdir -p "$cache"
 exec 9>"$cache/lock"
-flock 9
+flock -w 300 9 || { echo "cargo-deps: another run uses $cache" >&2; exit 0; }
 case $1 in
     restore)
         if [ -d "$target/.fingerprint" ]; then
