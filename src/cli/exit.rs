@@ -34,7 +34,7 @@ pub fn code(kind: ErrorKind) -> u8 {
 }
 
 /// All exit codes with their meanings, for the manual.
-pub const TABLE: [(u8, &str); 16] = [
+pub const TABLE: [(u8, &str); 17] = [
     (OK, "done"),
     (1, "an unexpected failure: I/O, a reply of the kernel, a defect in cleat"),
     (2, "wrong usage or an invalid argument: option, URI, option key, size"),
@@ -58,6 +58,7 @@ pub const TABLE: [(u8, &str); 16] = [
         "unmap --force: done, but a process still holds the device, or requests may still \
          reach the volume",
     ),
+    (NOT_DRAINABLE, "kubectl drain-check: something is in the way"),
 ];
 
 #[cfg(test)]
@@ -84,7 +85,7 @@ mod tests {
         assert_eq!(code(ErrorKind::Replaced), code(ErrorKind::Fenced));
         let mut codes: Vec<u8> = KINDS.map(code).to_vec();
         assert!(codes.iter().all(|code| TABLE.iter().any(|(entry, _)| entry == code)));
-        codes.extend([OK, DOCTOR_WARNING, DOCTOR_ERROR, LEFT_BEHIND]);
+        codes.extend([OK, DOCTOR_WARNING, DOCTOR_ERROR, LEFT_BEHIND, NOT_DRAINABLE]);
         codes.sort_unstable();
         codes.dedup();
         assert_eq!(codes.len(), TABLE.len());
