@@ -8,12 +8,12 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_grants::answers;
 use cleat_grants::controller::Request;
 use cleat_grants::object::Generation;
-use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::ResourceExt;
 use serde_json::json;
 
 use crate::cluster::{Cluster, Key};
 use crate::grant::{GRANT_LABEL, VOLUME_ANNOTATION, VolumeGrant, grant_label, grant_name};
+use crate::objects::VolumeAttachment;
 use crate::source::{self, MODE_ANNOTATION, NODE_ID_ANNOTATION, Source};
 use crate::storage::Backing;
 

@@ -10,8 +10,6 @@ use std::time::Duration;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_grants::object::{Generation, Time};
-use k8s_openapi::api::core::v1::PersistentVolume;
-use k8s_openapi::api::storage::v1::{VolumeAttachment, VolumeError};
 use kube::ResourceExt;
 use serde_json::json;
 
@@ -19,6 +17,7 @@ use crate::api::{self, grpc_code, message, seconds, timestamp};
 use crate::attaching::{self, GENERATION, Way};
 use crate::cluster::{Cluster, Key, grant_of};
 use crate::grant::{VOLUME_ANNOTATION, grant_name};
+use crate::objects::{PersistentVolume, VolumeAttachment};
 use crate::queue::Next;
 use crate::source::{self, Source};
 
@@ -222,8 +221,9 @@ pub(crate) async fn save_error(cluster: &Cluster, name: &str, error: &Error) -> 
     if !deleting && status.is_some_and(|status| status.attached) {
         return Ok(());
     }
-    let of = |status| if deleting { detach_error(status) } else { attach_error(status) };
-    let said = status.and_then(of);
+    let said = status.and_then(|status| {
+        if deleting { status.detach_error.as_ref() } else { status.attach_error.as_ref() }
+    });
     let (text, code) = (shortened(message(error)), grpc_code(error.kind()));
     let is_same = said.is_some_and(|said| said.message.as_ref() == Some(&text));
     if is_same {
@@ -250,16 +250,6 @@ fn shortened(mut text: String) -> String {
         text.push_str(END);
     }
     text
-}
-
-type Status = k8s_openapi::api::storage::v1::VolumeAttachmentStatus;
-
-fn attach_error(status: &Status) -> Option<&VolumeError> {
-    status.attach_error.as_ref()
-}
-
-fn detach_error(status: &Status) -> Option<&VolumeError> {
-    status.detach_error.as_ref()
 }
 
 fn with(finalizers: &[String], finalizer: &str) -> Vec<String> {

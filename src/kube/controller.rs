@@ -8,7 +8,7 @@ use std::time::Duration;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::random::Random;
 use kube::Client;
-use kube::api::{Api, ListParams};
+use kube::api::{Api, ApiResource, ListParams};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
@@ -19,7 +19,7 @@ use crate::client::connect_counted;
 use crate::cluster::Cluster;
 use crate::config::Config;
 use crate::grant::VolumeGrant;
-use crate::guard::Guarded;
+use crate::guard::Raw;
 use crate::leader::lead;
 use crate::lease::Election;
 use crate::metrics::Metrics;
@@ -131,7 +131,8 @@ async fn serve(
 /// Waits until the API server answers, and checks that it has the custom resource.
 async fn wait_for_definition(client: &Client) -> Result<()> {
     // The first grant may be one that cannot be read.
-    let grants: Api<Guarded<VolumeGrant>> = Api::all_with(client.clone(), &());
+    let kind = ApiResource::erase::<VolumeGrant>(&());
+    let grants: Api<Raw> = Api::all_with(client.clone(), &kind);
     let mut reported = false;
     loop {
         let parameters = ListParams::default().limit(1);

@@ -18,7 +18,6 @@ use futures::stream;
 use http_body_util::{BodyExt, Full, StreamBody};
 use hyper::body::{Bytes, Frame};
 use hyper::{Request, Response};
-use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::client::Body;
 use kube::{Client, ResourceExt};
 use serde_json::{Value, json};
@@ -28,6 +27,7 @@ use crate::config::{Config, SWEEP_PERIOD};
 use crate::grant::VolumeGrant;
 use crate::lease::Timing;
 use crate::metrics::Metrics;
+use crate::objects::VolumeAttachment;
 use crate::storage::{Backing, Fencing, Storage};
 
 /// The name of the driver.

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use cleat_core::error::{Error, ErrorKind};
 use k8s_openapi::jiff::Timestamp;
-use kube::api::ObjectMeta;
+use kube::api::{ApiResource, ObjectMeta};
 use kube::core::{DynamicResourceScope, Resource};
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer};
@@ -50,19 +50,7 @@ impl Clone for Unreadable {
 }
 
 impl Unreadable {
-    fn new(object: &Value, cause: &impl ToString) -> Self {
-        let known = &object["metadata"];
-        let text = |field: &str| known[field].as_str().map(str::to_owned);
-        let labels = known["labels"].as_object().into_iter().flatten();
-        let labels = labels.filter_map(|(key, value)| Some((key.clone(), value.as_str()?.into())));
-        let metadata = ObjectMeta {
-            name: text("name"),
-            namespace: text("namespace"),
-            uid: text("uid"),
-            resource_version: text("resourceVersion"),
-            labels: Some(labels.collect()),
-            ..ObjectMeta::default()
-        };
+    fn new(metadata: ObjectMeta, cause: &impl ToString) -> Self {
         let cause = cause.to_string().chars().take(MAX_CAUSE).collect();
         Self { metadata, cause, reported: AtomicBool::new(false) }
     }
@@ -87,6 +75,18 @@ impl Unreadable {
     }
 }
 
+impl<K: DeserializeOwned> From<Raw> for Guarded<K> {
+    fn from(Raw { metadata, mut object }: Raw) -> Self {
+        let cause = match K::deserialize(&object) {
+            Ok(object) => return Self::Readable(object),
+            Err(cause) => cause,
+        };
+        mend_times(&mut object);
+        let mended = K::deserialize(&object).map(Self::Readable);
+        mended.unwrap_or_else(|_| Self::Unreadable(Unreadable::new(metadata, &cause).into()))
+    }
+}
+
 impl<K> Guarded<K> {
     /// Returns whether `keep` accepts the object. One that cannot be read is kept: only the watch of another driver can
     /// do without it, which its label `label` says.
@@ -98,23 +98,6 @@ impl<K> Guarded<K> {
                 labels.and_then(|labels| labels.get(label.0)).is_none_or(|value| value == label.1)
             }
         }
-    }
-}
-
-impl<'de, K: DeserializeOwned> Deserialize<'de> for Guarded<K> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let mut object = Value::deserialize(deserializer)?;
-        let metadata = object.get_mut("metadata").and_then(Value::as_object_mut);
-        let Some(metadata) = metadata else { return Err(D::Error::missing_field("metadata")) };
-        // Nothing needs them, and each has a time.
-        metadata.remove("managedFields");
-        let cause = match K::deserialize(&object) {
-            Ok(object) => return Ok(Self::Readable(object)),
-            Err(cause) => cause,
-        };
-        mend_times(&mut object);
-        let mended = K::deserialize(&object).map(Self::Readable);
-        Ok(mended.unwrap_or_else(|_| Self::Unreadable(Unreadable::new(&object, &cause).into())))
     }
 }
 
@@ -142,46 +125,75 @@ fn mend_times(value: &mut Value) {
     }
 }
 
+/// An object of any kind, as JSON, and what can be read of its metadata in any case. All kinds are watched as this one, so
+/// that the code of a watch is in the program once.
+#[derive(Debug, Clone)]
+pub(crate) struct Raw {
+    /// Names, versions and labels; nothing else.
+    metadata: ObjectMeta,
+    object: Value,
+}
+
+impl<'de> Deserialize<'de> for Raw {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let mut object = Value::deserialize(deserializer)?;
+        let metadata = object.get_mut("metadata").and_then(Value::as_object_mut);
+        let Some(metadata) = metadata else { return Err(D::Error::missing_field("metadata")) };
+        // Nothing needs them, and each has a time.
+        metadata.remove("managedFields");
+        Ok(Self { metadata: known(metadata), object })
+    }
+}
+
+/// Returns of the metadata of an object what has no time.
+fn known(metadata: &Map<String, Value>) -> ObjectMeta {
+    let text = |field: &str| metadata.get(field)?.as_str().map(str::to_owned);
+    let labels = metadata.get("labels").and_then(Value::as_object).into_iter().flatten();
+    let labels = labels.filter_map(|(key, value)| Some((key.clone(), value.as_str()?.into())));
+    ObjectMeta {
+        name: text("name"),
+        namespace: text("namespace"),
+        uid: text("uid"),
+        resource_version: text("resourceVersion"),
+        labels: Some(labels.collect()),
+        ..ObjectMeta::default()
+    }
+}
+
 /// The scope is dynamic, so that objects with and without a namespace are watched in the same way.
-impl<K: Resource<DynamicType = ()>> Resource for Guarded<K> {
-    type DynamicType = ();
+impl Resource for Raw {
+    type DynamicType = ApiResource;
     type Scope = DynamicResourceScope;
 
-    fn kind((): &()) -> Cow<'_, str> {
-        K::kind(&())
+    fn kind(resource: &ApiResource) -> Cow<'_, str> {
+        (&*resource.kind).into()
     }
 
-    fn group((): &()) -> Cow<'_, str> {
-        K::group(&())
+    fn group(resource: &ApiResource) -> Cow<'_, str> {
+        (&*resource.group).into()
     }
 
-    fn version((): &()) -> Cow<'_, str> {
-        K::version(&())
+    fn version(resource: &ApiResource) -> Cow<'_, str> {
+        (&*resource.version).into()
     }
 
-    fn plural((): &()) -> Cow<'_, str> {
-        K::plural(&())
+    fn plural(resource: &ApiResource) -> Cow<'_, str> {
+        (&*resource.plural).into()
     }
 
     fn meta(&self) -> &ObjectMeta {
-        match self {
-            Self::Readable(object) => object.meta(),
-            Self::Unreadable(object) => &object.metadata,
-        }
+        &self.metadata
     }
 
     fn meta_mut(&mut self) -> &mut ObjectMeta {
-        match self {
-            Self::Readable(object) => object.meta_mut(),
-            Self::Unreadable(object) => &mut object.metadata,
-        }
+        &mut self.metadata
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use crate::objects::Node;
     use k8s_openapi::api::coordination::v1::Lease;
-    use k8s_openapi::api::core::v1::Node;
     use kube::core::ObjectList;
     use serde_json::json;
 
@@ -189,7 +201,7 @@ mod tests {
     use crate::grant::{DRIVER_LABEL, VolumeGrant};
 
     fn read<K: DeserializeOwned>(object: Value) -> Guarded<K> {
-        serde_json::from_value(object).unwrap()
+        serde_json::from_value::<Raw>(object).unwrap().into()
     }
 
     #[test]
@@ -207,9 +219,9 @@ mod tests {
         };
         let items = [grant("a", "ReadWrite"), grant("b", "Invented"), grant("c", "ReadOnly")];
         let list = json!({ "metadata": {}, "items": items });
-        let list: ObjectList<Guarded<VolumeGrant>> = serde_json::from_value(list).unwrap();
-        let [Guarded::Readable(_), Guarded::Unreadable(bad), Guarded::Readable(_)] = &*list.items
-        else {
+        let list: ObjectList<Raw> = serde_json::from_value(list).unwrap();
+        let list: Vec<Guarded<VolumeGrant>> = list.items.into_iter().map(Guarded::from).collect();
+        let [Guarded::Readable(_), Guarded::Unreadable(bad), Guarded::Readable(_)] = &*list else {
             panic!("{list:?}")
         };
         assert_eq!(bad.metadata.name.as_deref(), Some("b"));
@@ -217,8 +229,8 @@ mod tests {
         assert!(bad.cause.contains("Invented"), "{}", bad.cause);
         let error = bad.error("VolumeGrant");
         assert!(error.message().starts_with("VolumeGrant b cannot be read"), "{error}");
-        assert!(list.items[1].is_wanted(|_| false, (DRIVER_LABEL, "d")));
-        assert!(!list.items[1].is_wanted(|_| true, (DRIVER_LABEL, "e")));
+        assert!(list[1].is_wanted(|_| false, (DRIVER_LABEL, "d")));
+        assert!(!list[1].is_wanted(|_| true, (DRIVER_LABEL, "e")));
         assert!(bad.report() && !bad.report() && bad.is_reported());
     }
 
@@ -237,15 +249,15 @@ mod tests {
             "metadata": { "name": "a", "managedFields": [{ "time": late }] },
             "spec": { "taints": [{ "key": "k", "effect": "NoExecute", "timeAdded": late }] },
             "status": { "conditions": [
-                { "type": "Ready", "status": "True", "lastHeartbeatTime": late },
-                { "type": "Other", "status": "True", "lastHeartbeatTime": "2030-01-01T00:00:00Z" },
+                { "type": "Ready", "status": "True", "lastTransitionTime": late },
+                { "type": "Other", "status": "True", "lastTransitionTime": "2030-01-01T00:00:00Z" },
             ] },
         });
         let Guarded::Readable(node) = read::<Node>(node) else { panic!() };
         assert_eq!(node.spec.unwrap().taints.unwrap()[0].key, "k");
         let conditions = node.status.unwrap().conditions.unwrap();
         let second =
-            |number: usize| conditions[number].last_heartbeat_time.as_ref().unwrap().0.as_second();
+            |number: usize| conditions[number].last_transition_time.as_ref().unwrap().0.as_second();
         assert_eq!((second(0), second(1)), (0, 1_893_456_000));
         let lease = json!({
             "metadata": { "name": "a" },

@@ -4,11 +4,11 @@
 use std::time::Duration;
 
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
-use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
 use kube::Resource;
 
 use crate::api;
+use crate::objects::Node;
 
 /// The prefix of the names of these Leases.
 const PREFIX: &str = "node-";

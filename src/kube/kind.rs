@@ -5,8 +5,9 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use cleat_core::error::{Error, ErrorKind, Result};
-use futures::Stream;
-use kube::api::{Api, ListParams, ObjectMeta, Patch, PatchParams};
+use futures::StreamExt;
+use futures::stream::BoxStream;
+use kube::api::{Api, ApiResource, ListParams, ObjectMeta, Patch, PatchParams};
 use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Resource, ResourceExt};
 use serde::Serialize;
@@ -14,7 +15,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::api::{self, call};
-use crate::guard::Guarded;
+use crate::guard::Raw;
 use crate::mirror::{Index, Mirror};
 
 /// The time after which the API server ends a watch, in seconds. A watch that has shown nothing for 5 s longer is given up:
@@ -39,17 +40,8 @@ where
 
     /// Watches the objects that the labels `selector` select; all of them, if it is empty. An object that cannot be read
     /// hides no other one.
-    pub(crate) fn watch(
-        &self,
-        selector: &str,
-    ) -> impl Stream<Item = watcher::Result<Event<Guarded<K>>>> + Send + use<K>
-    where
-        K: Send,
-    {
-        let settings = watcher::Config::default().timeout(WATCH_TIMEOUT_S);
-        let is_limited = !selector.is_empty();
-        let settings = if is_limited { settings.labels(selector) } else { settings };
-        watcher(self.guarded(), settings)
+    pub(crate) fn watch(&self, selector: &str) -> RawEvents {
+        watch(self.raw(), selector)
     }
 
     /// As [`Kind::new`], for objects in namespaces: their names in the mirror are NAMESPACE/NAME.
@@ -57,11 +49,11 @@ where
         Self { api, mirror: Mirror::new(full_name_of, indexes) }
     }
 
-    fn guarded(&self) -> Api<Guarded<K>> {
-        let client = self.api.clone().into_client();
+    fn raw(&self) -> Api<Raw> {
+        let (client, kind) = (self.api.clone().into_client(), ApiResource::erase::<K>(&()));
         match self.api.namespace() {
-            Some(namespace) => Api::namespaced_with(client, namespace, &()),
-            None => Api::all_with(client, &()),
+            Some(namespace) => Api::namespaced_with(client, namespace, &kind),
+            None => Api::all_with(client, &kind),
         }
     }
 
@@ -128,6 +120,16 @@ where
     }
 }
 
+/// The events of a watch.
+pub(crate) type RawEvents = BoxStream<'static, watcher::Result<Event<Raw>>>;
+
+fn watch(api: Api<Raw>, selector: &str) -> RawEvents {
+    let settings = watcher::Config::default().timeout(WATCH_TIMEOUT_S);
+    let is_limited = !selector.is_empty();
+    let settings = if is_limited { settings.labels(selector) } else { settings };
+    watcher(api, settings).boxed()
+}
+
 /// Makes a patch conditional on the resourceVersion of `known`.
 fn on_version<K: ResourceExt>(known: &K, mut body: Value) -> Value {
     body["metadata"]["resourceVersion"] = json!(known.resource_version());
@@ -151,11 +153,9 @@ pub(crate) fn name_of(metadata: &ObjectMeta) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::pin::pin;
     use std::time::Duration;
 
-    use futures::StreamExt;
-    use k8s_openapi::api::core::v1::Node;
+    use crate::objects::Node;
 
     use super::*;
     use crate::fake;
@@ -164,7 +164,7 @@ mod tests {
     async fn a_watch_that_shows_nothing_begins_again_where_it_was_without_a_list() {
         let (client, asked) = fake::silent("");
         let nodes = Kind::<Node>::new(Api::all(client), &[]);
-        let mut events = pin!(nodes.watch("a=b"));
+        let mut events = nodes.watch("a=b");
         let watching = async { while events.next().await.is_some() {} };
         assert!(tokio::time::timeout(Duration::from_secs(100), watching).await.is_err());
         let asked = asked.lock().unwrap();

@@ -2,17 +2,13 @@
 
 use std::convert::Infallible;
 use std::fmt::Debug;
-use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 use futures::StreamExt;
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, Pod};
-use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::runtime::WatchStreamExt;
-use kube::runtime::watcher::Event;
 use kube::{Resource, ResourceExt};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -26,11 +22,13 @@ use crate::attachments;
 use crate::calls::OfLeader;
 use crate::cluster::{BY_VOLUME, Cluster, Key, grant_of};
 use crate::grant::{DRIVER_LABEL, VolumeGrant};
+use crate::guard::Guarded;
 use crate::heartbeat;
 use crate::kind::Kind;
 use crate::marks;
 use crate::mirror::Change;
 use crate::nodes;
+use crate::objects::{Node, PersistentVolume, PersistentVolumeClaim, Pod, VolumeAttachment};
 use crate::persistent_volumes;
 use crate::queue::{CONFLICT, FAILED, Next};
 use crate::remediation;
@@ -229,27 +227,21 @@ fn feed<K>(
 {
     let cluster = Arc::clone(cluster);
     tasks.spawn(async move {
-        let mut events = pin!(kind(&cluster).watch("").default_backoff());
+        let mut events = kind(&cluster).watch("").default_backoff().boxed();
         while let Some(event) = events.next().await {
             let event = match event {
-                Ok(event) => event.modify(|object| object.managed_fields_mut().clear()),
+                Ok(event) => event,
                 Err(error) => {
                     tracing::warn!("cannot watch {}: {error}", K::plural(&()));
                     continue;
                 }
             };
-            let is_wanted = match &event {
-                Event::Apply(object) | Event::InitApply(object) => {
-                    let label = (DRIVER_LABEL, &*cluster.config.driver);
-                    object.is_wanted(|known| keep(&cluster, known), label)
-                }
-                Event::Delete(_) | Event::Init | Event::InitDone => true,
-            };
-            if is_wanted {
-                for change in kind(&cluster).mirror.apply_guarded(event) {
-                    changed(&cluster, &change);
-                    cluster.changes.send_replace(());
-                }
+            let label = (DRIVER_LABEL, &*cluster.config.driver);
+            let is_wanted =
+                |object: &Guarded<K>| object.is_wanted(|known| keep(&cluster, known), label);
+            for change in kind(&cluster).mirror.apply_raw(event, is_wanted) {
+                changed(&cluster, &change);
+                cluster.changes.send_replace(());
             }
         }
     });

@@ -41,6 +41,7 @@ mod marks;
 mod metrics;
 mod mirror;
 mod nodes;
+mod objects;
 mod persistent_volumes;
 mod preserve;
 mod queue;

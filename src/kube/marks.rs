@@ -4,12 +4,12 @@
 
 use std::sync::Arc;
 
-use k8s_openapi::api::core::v1::Node;
 use kube::runtime::events::EventType;
 use kube::{Resource, ResourceExt};
 
 use crate::cluster::Cluster;
 use crate::nodes::{LOST, OUT_OF_SERVICE};
+use crate::objects::Node;
 
 /// Returns the nodes that are marked as lost.
 pub(crate) fn marked(cluster: &Cluster) -> Vec<Arc<Node>> {

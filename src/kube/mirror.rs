@@ -11,15 +11,15 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
 use std::time::Duration;
 
 use kube::Resource;
 use kube::api::ObjectMeta;
 use kube::runtime::watcher::Event;
+use serde::de::DeserializeOwned;
 use tokio::time::Instant;
 
-use crate::guard::{Guarded, Unreadable};
+use crate::guard::{Guarded, Raw, Unreadable};
 
 /// The time between two lines of the log about objects that cannot be read. The metric has their number.
 const WARNING_PERIOD: Duration = Duration::from_secs(10);
@@ -143,33 +143,47 @@ impl<K: Resource<DynamicType = ()> + 'static> Mirror<K> {
         self.forget(&mut state, name)
     }
 
-    /// Takes an event of the watch of objects that may not be readable, and returns what has changed.
-    pub(crate) fn apply_guarded(&self, event: Event<Guarded<K>>) -> Vec<Change<K>> {
+    /// Takes an event of the watch of objects that may not be readable, and returns what has changed. Objects that `keep`
+    /// refuses are passed over.
+    pub(crate) fn apply_raw(
+        &self,
+        event: Event<Raw>,
+        keep: impl Fn(&Guarded<K>) -> bool,
+    ) -> Vec<Change<K>>
+    where
+        K: DeserializeOwned,
+    {
         let changed = match event {
             Event::Init => return self.apply(Event::Init),
             Event::InitDone => return self.apply(Event::InitDone),
-            Event::InitApply(Guarded::Readable(object)) => {
-                return self.apply(Event::InitApply(object));
-            }
-            Event::Apply(Guarded::Readable(object)) => return self.apply(Event::Apply(object)),
-            Event::Delete(Guarded::Readable(object)) => return self.apply(Event::Delete(object)),
-            Event::InitApply(Guarded::Unreadable(object)) => {
-                let mut state = self.lock();
-                if let Some(listed) = &mut state.listed {
-                    listed.insert((self.name)(&object.metadata));
+            Event::InitApply(object) => match object.into() {
+                object if !keep(&object) => None,
+                Guarded::Readable(object) => return self.apply(Event::InitApply(object)),
+                Guarded::Unreadable(object) => {
+                    let mut state = self.lock();
+                    if let Some(listed) = &mut state.listed {
+                        listed.insert((self.name)(&object.metadata));
+                    }
+                    self.hide(&mut state, *object)
                 }
-                self.hide(&mut state, *object)
-            }
-            Event::Apply(Guarded::Unreadable(object)) => {
-                let mut state = self.lock();
-                state.pass(&object.metadata);
-                self.hide(&mut state, *object)
-            }
-            Event::Delete(Guarded::Unreadable(object)) => {
-                let mut state = self.lock();
-                state.pass(&object.metadata);
-                Some(self.end(&mut state, &object.metadata))
-            }
+            },
+            Event::Apply(object) => match object.into() {
+                object if !keep(&object) => None,
+                Guarded::Readable(object) => return self.apply(Event::Apply(object)),
+                Guarded::Unreadable(object) => {
+                    let mut state = self.lock();
+                    state.pass(&object.metadata);
+                    self.hide(&mut state, *object)
+                }
+            },
+            Event::Delete(object) => match object.into() {
+                Guarded::Readable(object) => return self.apply(Event::Delete(object)),
+                Guarded::Unreadable(object) => {
+                    let mut state = self.lock();
+                    state.pass(&object.metadata);
+                    Some(self.end(&mut state, &object.metadata))
+                }
+            },
         };
         changed.into_iter().collect()
     }
@@ -342,7 +356,7 @@ fn revision(metadata: &ObjectMeta) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use k8s_openapi::api::storage::v1::VolumeAttachment;
+    use crate::objects::VolumeAttachment;
     use kube::ResourceExt;
 
     use crate::kind::name_of;
@@ -418,19 +432,18 @@ mod tests {
     }
 
     /// The same without what every attachment has.
-    fn unreadable(name: &str, version: u64) -> Guarded<VolumeAttachment> {
+    fn unreadable(name: &str, version: u64) -> Raw {
         let metadata = serde_json::json!({ "name": name, "resourceVersion": version.to_string() });
         let object = serde_json::json!({ "metadata": metadata, "spec": 1 });
-        let object: Guarded<VolumeAttachment> = serde_json::from_value(object).unwrap();
-        assert!(matches!(object, Guarded::Unreadable(_)));
-        object
+        serde_json::from_value(object).unwrap()
     }
 
     #[test]
     fn an_object_that_cannot_be_read_is_neither_there_nor_missing() {
         let mirror = by_node();
+        let apply = |event| mirror.apply_raw(event, |_| true);
         mirror.apply(Event::Apply(attachment("v", 5, "a")));
-        let changes = mirror.apply_guarded(Event::Apply(unreadable("v", 6)));
+        let changes = apply(Event::Apply(unreadable("v", 6)));
         assert!(changes[0].before.is_some() && changes[0].after.is_none());
         assert_eq!((changes[0].name.as_str(), mirror.len()), ("v", 0));
         assert!(mirror.find(0, "a").is_empty());
@@ -438,25 +451,25 @@ mod tests {
         // An answer of a write before it, which is late, and a later state of the same kind.
         mirror.put(attachment("v", 5, "a"));
         assert_eq!((mirror.len(), mirror.unreadable_len()), (0, 1));
-        assert_eq!(mirror.apply_guarded(Event::Apply(unreadable("v", 7))).len(), 1);
+        assert_eq!(apply(Event::Apply(unreadable("v", 7))).len(), 1);
         assert!(!mirror.unreadable("v").unwrap().report(), "it is reported once");
-        assert!(mirror.apply_guarded(Event::Apply(unreadable("v", 6))).is_empty());
+        assert!(apply(Event::Apply(unreadable("v", 6))).is_empty());
         // A list has it.
         for event in [Event::Init, Event::InitApply(unreadable("v", 7)), Event::InitDone] {
-            assert!(mirror.apply_guarded(event).is_empty());
+            assert!(apply(event).is_empty());
         }
         assert!(mirror.is_complete() && mirror.unreadable("v").is_some());
         // The answer of a write that has mended it.
         mirror.put(attachment("v", 8, "b"));
         assert_eq!((mirror.find(0, "b").len(), mirror.unreadable_len()), (1, 0));
-        assert!(mirror.apply_guarded(Event::Apply(unreadable("v", 7))).is_empty());
+        assert!(apply(Event::Apply(unreadable("v", 7))).is_empty());
         assert_eq!(mirror.len(), 1);
     }
 
     #[test]
     fn an_object_that_cannot_be_read_ends() {
         let mirror = by_node();
-        let apply = |event| mirror.apply_guarded(event).len();
+        let apply = |event| mirror.apply_raw(event, |_| true).len();
         assert_eq!(apply(Event::Apply(unreadable("v", 5))), 1);
         assert_eq!(apply(Event::Delete(unreadable("v", 6))), 1);
         assert!(mirror.unreadable("v").is_none());

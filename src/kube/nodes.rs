@@ -2,10 +2,10 @@
 
 use cleat_grants::object::Time;
 use cleat_grants::policy::NodeState;
-use k8s_openapi::api::core::v1::Node;
 use kube::ResourceExt;
 
 use crate::api::seconds;
+use crate::objects::Node;
 
 /// The taint of a node that is lost. Only the key counts, as in Kubernetes.
 pub(crate) const OUT_OF_SERVICE: &str = "node.kubernetes.io/out-of-service";

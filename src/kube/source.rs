@@ -3,11 +3,11 @@
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_grants::controller::Request;
 use cleat_grants::object::Mode;
-use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeSpec};
-use k8s_openapi::api::storage::v1::{CSINode, VolumeAttachment};
+use k8s_openapi::api::storage::v1::CSINode;
 use kube::ResourceExt;
 
 use crate::grant::VOLUME_ANNOTATION;
+use crate::objects::{PersistentVolume, PersistentVolumeSpec, VolumeAttachment};
 
 /// The annotation of external-attacher with the node id of a VolumeAttachment.
 pub(crate) const NODE_ID_ANNOTATION: &str = "csi.alpha.kubernetes.io/node-id";
@@ -145,7 +145,7 @@ fn invalid(message: impl Into<String>) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use k8s_openapi::api::core::v1::CSIPersistentVolumeSource;
+    use crate::objects::CSIPersistentVolumeSource;
 
     const DRIVER: &str = "cleat.csi.storage";
 

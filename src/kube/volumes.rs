@@ -9,7 +9,6 @@ use cleat_grants::controller::{self, Change, RevocationReason, Step, View, Waiti
 use cleat_grants::object::{FenceEntry, GrantSpec, Time, Version};
 use cleat_grants::policy::{FencingReason, NodeState, Policy};
 use cleat_grants::record::{Record, Target};
-use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::ResourceExt;
 use kube::api::{ListParams, PostParams};
 use serde_json::json;
@@ -21,6 +20,7 @@ use crate::grant::{
     self, FINALIZER, GRANT_LABEL, MAX_WAITING, VOLUME_ANNOTATION, VolumeGrant, grant_label,
 };
 use crate::lost;
+use crate::objects::VolumeAttachment;
 use crate::queue::Next;
 use crate::source;
 use crate::storage::{self, Backing, Fencing};

@@ -1,15 +1,15 @@
 //! The tasks of the agent: they watch the grants of the node, look whether the API server is back after an outage, and
 //! work on volumes.
 
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 use futures::StreamExt;
+use kube::Client;
 use kube::api::{Api, ListParams};
 use kube::runtime::watcher::Event;
-use kube::{Client, ResourceExt};
 use tokio::task::JoinSet;
 
 use super::shared::{Agent, Shared};
@@ -17,7 +17,7 @@ use super::volume::AgentVolume;
 use crate::api::{call, message};
 use crate::client::connect;
 use crate::grant::{DRIVER_LABEL, VolumeGrant, node_label};
-use crate::guard::Guarded;
+use crate::guard::Raw;
 use crate::kind::Kind;
 use crate::queue::{CONFLICT, FAILED, Next};
 
@@ -110,7 +110,7 @@ impl Shared {
         let Some(grants) = self.grants.get() else { return };
         let Shared { config, .. } = self;
         let selector = format!("{DRIVER_LABEL}={},{}", config.driver, node_label(&config.node));
-        let mut events = pin!(grants.watch(&selector));
+        let mut events = grants.watch(&selector);
         while let Some(event) = events.next().await {
             match event {
                 Ok(event) => self.apply(grants, event),
@@ -123,12 +123,11 @@ impl Shared {
         }
     }
 
-    fn apply(&self, grants: &Kind<VolumeGrant>, event: Event<Guarded<VolumeGrant>>) {
-        let event = event.modify(|grant| grant.managed_fields_mut().clear());
+    fn apply(&self, grants: &Kind<VolumeGrant>, event: Event<Raw>) {
         // A list begins before the API server is asked.
         let is_answer = !matches!(event, Event::Init);
         let is_list = matches!(event, Event::InitDone);
-        for change in grants.mirror.apply_guarded(event) {
+        for change in grants.mirror.apply_raw(event, |_| true) {
             self.queue.add(change.name);
         }
         if is_list {

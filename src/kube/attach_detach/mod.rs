@@ -17,8 +17,7 @@ use std::time::Duration;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_grants::object::Signal;
-use k8s_openapi::api::core::v1::{PersistentVolume, Pod};
-use k8s_openapi::api::storage::v1::{CSIDriver, VolumeAttachment};
+use k8s_openapi::api::storage::v1::CSIDriver;
 use kube::api::{Api, DeleteParams, PostParams, Preconditions};
 use kube::runtime::events::EventType;
 use kube::{Client, Resource, ResourceExt};
@@ -29,6 +28,7 @@ use crate::attaching::GENERATION;
 use crate::cluster::{BY_VOLUME, Cluster, Key};
 use crate::grant::grant_name;
 use crate::kind::full_name;
+use crate::objects::{PersistentVolume, Pod, VolumeAttachment};
 use crate::queue::Next;
 use crate::volumes::{ObservedVolume, attachment_name};
 use plan::{Attachment, Facts, Plan, plan};

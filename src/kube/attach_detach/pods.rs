@@ -1,7 +1,8 @@
 //! Which pods need a volume: those that are bound to a node, have its claim, and have not ended.
 
-use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, Pod, Volume};
 use kube::ResourceExt;
+
+use crate::objects::{Node, PersistentVolume, PersistentVolumeClaim, Pod, Volume};
 
 /// The annotation of a node whose volumes are attached by a controller. kubelet sets it.
 const MANAGED: &str = "volumes.kubernetes.io/controller-managed-attach-detach";

@@ -3,13 +3,13 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim, Pod};
 use kube::Client;
 use kube::api::Api;
 
 use super::pods::{are_bound, claim_of, claims, has_ended, node, uses};
 use crate::kind::Kind;
 use crate::mirror::Index;
+use crate::objects::{PersistentVolume, PersistentVolumeClaim, Pod};
 
 /// The number of the index of pods by their claims.
 const BY_CLAIM: usize = 0;

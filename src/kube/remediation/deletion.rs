@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use cleat_core::error::{Error, ErrorKind, Result};
-use k8s_openapi::api::core::v1::{PersistentVolume, Pod, PodStatus, Toleration};
+use k8s_openapi::api::core::v1::Toleration;
 use kube::ResourceExt;
 use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, Preconditions};
 use serde_json::json;
@@ -13,6 +13,7 @@ use super::Watch;
 use crate::api::{self, call};
 use crate::attach_detach::pods;
 use crate::nodes::OUT_OF_SERVICE;
+use crate::objects::{PersistentVolume, Pod, PodStatus};
 use crate::storage::Backing;
 
 impl Watch {

@@ -20,7 +20,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cleat_core::error::Result;
-use k8s_openapi::api::core::v1::Node;
 use kube::runtime::events::EventType;
 use kube::{Resource, ResourceExt};
 use tokio::time::Instant;
@@ -30,6 +29,7 @@ use crate::cluster::Cluster;
 use crate::config::Remediation;
 use crate::marks;
 use crate::nodes;
+use crate::objects::Node;
 use crate::source;
 pub(crate) use beats::{Beats, Silence};
 use plan::{Observed, Step, plan};

@@ -2,7 +2,7 @@
 
 use cleat_core::error::{ErrorKind, Result};
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::{Node, Taint};
+use k8s_openapi::api::core::v1::Taint;
 use kube::ResourceExt;
 use kube::api::PostParams;
 use serde_json::{Value, json};
@@ -11,6 +11,7 @@ use super::Watch;
 use crate::api::{self, call};
 use crate::heartbeat;
 use crate::nodes::{LOST, OUT_OF_SERVICE};
+use crate::objects::Node;
 
 impl Watch {
     /// Makes the Lease with which the agent of a node says that it works, if there is none.

@@ -4,14 +4,14 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::{Pod, Toleration};
-use k8s_openapi::api::storage::v1::VolumeAttachment;
+use k8s_openapi::api::core::v1::Toleration;
 use serde_json::{Value, json};
 
 use super::*;
 use crate::fake::{self, DRIVER};
 use crate::grant::VOLUME_ANNOTATION;
 use crate::heartbeat;
+use crate::objects::{Pod, VolumeAttachment};
 use crate::source::MODE_ANNOTATION;
 
 const TIMEOUT: Duration = Duration::from_secs(15);

@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 
 use cleat_grants::object::Time;
-use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, Pod};
-use k8s_openapi::api::storage::v1::{CSIDriver, StorageClass, VolumeAttachment};
+use k8s_openapi::api::storage::v1::{CSIDriver, StorageClass};
 use kube::ResourceExt;
 
 use super::ago;
 use crate::grant::VolumeGrant;
 use crate::nodes;
+use crate::objects::{Node, PersistentVolume, PersistentVolumeClaim, Pod, VolumeAttachment};
 
 /// The objects that concern a claim.
 #[derive(Debug)]

@@ -17,9 +17,9 @@ use std::path::Path;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_grants::object::Time;
-use k8s_openapi::api::core::v1::{Event, Node, PersistentVolume, PersistentVolumeClaim, Pod};
-use k8s_openapi::api::storage::v1::{CSINode, StorageClass, VolumeAttachment};
-use kube::api::{Api, ListParams};
+use k8s_openapi::api::core::v1::Event;
+use k8s_openapi::api::storage::v1::{CSINode, StorageClass};
+use kube::api::{Api, ApiResource, DynamicObject, ListParams};
 use kube::{Client, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 use tokio::runtime::Runtime;
@@ -28,6 +28,7 @@ use crate::api::{call, now};
 use crate::attach_detach::pods;
 use crate::client::connect_as;
 use crate::grant::{DRIVER_LABEL, VolumeGrant, grant_name};
+use crate::objects::{Node, PersistentVolume, PersistentVolumeClaim, Pod, VolumeAttachment};
 
 pub use node::{DrainCheck, NodeReport, NodeVolume, Obstacle};
 pub use steps::Step;
@@ -215,20 +216,23 @@ impl Objects {
             Error::new(ErrorKind::NotFound, what).with_repair("kubectl get pv lists the volumes")
         };
         check_name("PersistentVolume", volume)?;
-        let found: Option<PersistentVolume> = self.get(Some(volume)).await?;
+        let kind = ApiResource::erase::<PersistentVolume>(&());
+        let volumes: Api<DynamicObject> = Api::all_with(self.client.clone(), &kind);
+        let request = volumes.get_opt(volume);
+        let found = read(|| format!("read the PersistentVolume {volume}"), request).await?;
         let found = found
             .ok_or_else(|| missing(format!("the PersistentVolume {volume} does not exist")))?;
-        let claim = found.spec.as_ref().and_then(|spec| spec.claim_ref.clone());
-        let name = claim.as_ref().and_then(|claim| claim.name.clone());
-        let namespace = claim.and_then(|claim| claim.namespace);
-        let (Some(name), Some(namespace)) = (name, namespace) else {
+        let claim = &found.data["spec"]["claimRef"];
+        let (Some(name), Some(namespace)) = (claim["name"].as_str(), claim["namespace"].as_str())
+        else {
             return Err(missing(format!("the PersistentVolume {volume} has no claim")));
         };
-        let claims: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), &namespace);
-        let claim =
-            read(|| format!("read the claim {namespace}/{name}"), claims.get(&name)).await?;
-        let pods = self.pods(Some(&namespace), &ListParams::default()).await?;
-        let pods = pods.iter().filter(|pod| uses(pod, &name));
+        let kind = ApiResource::erase::<PersistentVolumeClaim>(&());
+        let claims: Api<DynamicObject> =
+            Api::namespaced_with(self.client.clone(), namespace, &kind);
+        let claim = read(|| format!("read the claim {namespace}/{name}"), claims.get(name)).await?;
+        let pods = self.pods(Some(namespace), &ListParams::default()).await?;
+        let pods = pods.iter().filter(|pod| uses(pod, name));
         let pods = pods.map(|pod| format!("{namespace}/{}", pod.name_any())).collect();
         let attachments: Vec<VolumeAttachment> = self.all(&ListParams::default()).await?;
         let of_volume = |attachment: &VolumeAttachment| {

@@ -2,8 +2,6 @@
 
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_grants::object::Time;
-use k8s_openapi::api::core::v1::{Node, PersistentVolume, Pod};
-use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::ResourceExt;
 use serde::Serialize;
 
@@ -11,6 +9,7 @@ use super::facts::not_ready;
 use super::volumes::{HolderRow, holders};
 use super::{has_ended, uses, volumes};
 use crate::grant::{VolumeGrant, grant_name};
+use crate::objects::{Node, PersistentVolume, Pod, VolumeAttachment};
 
 /// What a node has of the driver.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]

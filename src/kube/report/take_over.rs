@@ -4,11 +4,10 @@
 use std::collections::BTreeMap;
 
 use cleat_core::error::{Error, ErrorKind, Result};
-use k8s_openapi::api::core::v1::{
-    CSIPersistentVolumeSource, PersistentVolume, PersistentVolumeClaim,
-};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::ResourceExt;
+use kube::api::{DynamicObject, ObjectMeta};
+use serde::Serialize;
+use serde_json::{Map, Value, json};
 
 /// The end of the names of ceph-csi's drivers for RBD. Rook puts its namespace before it.
 const CEPH_CSI: &str = "rbd.csi.ceph.com";
@@ -35,10 +34,11 @@ pub struct Image {
     pub name: String,
 }
 
-/// What is needed to take over a volume, as it is in the API server.
+/// What is needed to take over a volume, as it is in the API server. The objects have all their fields, also those of
+/// newer versions of Kubernetes.
 pub(super) struct Facts {
-    pub(super) volume: PersistentVolume,
-    pub(super) claim: PersistentVolumeClaim,
+    pub(super) volume: DynamicObject,
+    pub(super) claim: DynamicObject,
     /// The nodes that VolumeAttachments name.
     pub(super) attached: Vec<String>,
     /// The pods that use the claim.
@@ -58,9 +58,9 @@ pub struct TakeOver<'a> {
 #[derive(Debug, Clone)]
 pub struct TakenOver {
     /// The PersistentVolume, without a status.
-    pub volume: PersistentVolume,
+    pub volume: DynamicObject,
     /// The claim that is bound to it, without a status.
-    pub claim: PersistentVolumeClaim,
+    pub claim: DynamicObject,
 }
 
 /// Returns the objects. `id` makes the volume handle of an image.
@@ -74,67 +74,88 @@ pub(super) fn taken_over(
     id: impl FnOnce(&Image) -> String,
 ) -> Result<TakenOver> {
     let name = facts.volume.name_any();
-    let spec = facts.volume.spec.clone().unwrap_or_default();
-    let is_static = |source: &CSIPersistentVolumeSource| {
-        let attributes = source.volume_attributes.as_ref();
-        source.driver == wanted.driver
-            && attributes.is_some_and(|known| is_true(known, "staticVolume"))
-    };
-    let is_known =
-        |source: &CSIPersistentVolumeSource| source.driver.ends_with(CEPH_CSI) || is_static(source);
-    let source = spec.csi.clone().filter(is_known).ok_or_else(|| {
+    let mut spec = object(&facts.volume.data, "spec");
+    let mut csi = object(&Value::Object(spec.clone()), "csi");
+    let driver = text(&csi, "driver").to_owned();
+    let attributes = attributes(&csi);
+    let is_static = driver == wanted.driver && is_true(&attributes, "staticVolume");
+    if !is_static && !driver.ends_with(CEPH_CSI) {
         let message = format!(
             "the PersistentVolume {name} is not of ceph-csi ({CEPH_CSI}), and not a static volume of {} with the \
              attribute staticVolume",
             wanted.driver
         );
-        unsupported(message, "kubectl get pv -o wide lists the volumes")
-    })?;
+        return Err(unsupported(message, "kubectl get pv -o wide lists the volumes"));
+    }
     check_unused(facts, &name)?;
-    if spec.persistent_volume_reclaim_policy.as_deref() != Some("Retain") {
+    if text(&spec, "persistentVolumeReclaimPolicy") != "Retain" {
         let message = format!(
             "the image would be deleted with the PersistentVolume {name}, which has to be retained"
         );
         let patch = r#"'{"spec":{"persistentVolumeReclaimPolicy":"Retain"}}'"#;
         return Err(unsupported(message, &format!("kubectl patch pv {name} -p {patch}")));
     }
-    let attributes = source.volume_attributes.clone().unwrap_or_default();
-    let kept = if is_static(&source) {
+    let handle = id(&image(&name, text(&csi, "volumeHandle"), &attributes)?);
+    let kept = if is_static {
         let is_kept = |key: &String| !OF_IMAGE.contains(&key.as_str());
-        attributes.clone().into_iter().filter(|(key, _)| is_kept(key)).collect()
+        attributes.into_iter().filter(|(key, _)| is_kept(key)).collect()
     } else {
         kept_attributes(&name, &attributes)?
     };
-    let class = wanted.storage_class.map(str::to_owned);
-    let csi = CSIPersistentVolumeSource {
-        driver: wanted.driver.to_owned(),
-        volume_handle: id(&image(&name, &source.volume_handle, &attributes)?),
-        volume_attributes: (!kept.is_empty()).then_some(kept),
-        controller_publish_secret_ref: None,
-        ..source
-    };
-    let mut volume_spec = spec;
-    volume_spec.csi = Some(csi);
-    volume_spec.storage_class_name = class.clone().or(volume_spec.storage_class_name);
-    if let Some(claim) = &mut volume_spec.claim_ref {
-        (claim.uid, claim.resource_version) = (None, None);
+    set(&mut csi, "driver", Some(wanted.driver));
+    set(&mut csi, "volumeHandle", Some(handle));
+    set(&mut csi, "volumeAttributes", (!kept.is_empty()).then_some(kept));
+    csi.remove("controllerPublishSecretRef");
+    set(&mut spec, "csi", Some(csi));
+    if let Some(Value::Object(claim)) = spec.get_mut("claimRef") {
+        claim.remove("uid");
+        claim.remove("resourceVersion");
     }
-    let mut claim_spec = facts.claim.spec.clone().unwrap_or_default();
-    claim_spec.volume_name = Some(name);
-    claim_spec.storage_class_name = class.or(claim_spec.storage_class_name);
-    (claim_spec.data_source, claim_spec.data_source_ref) = (None, None);
-    Ok(TakenOver {
-        volume: PersistentVolume {
-            metadata: metadata(&facts.volume.metadata),
-            spec: Some(volume_spec),
-            status: None,
-        },
-        claim: PersistentVolumeClaim {
-            metadata: metadata(&facts.claim.metadata),
-            spec: Some(claim_spec),
-            status: None,
-        },
-    })
+    let mut claim_spec = object(&facts.claim.data, "spec");
+    set(&mut claim_spec, "volumeName", Some(name));
+    claim_spec.remove("dataSource");
+    claim_spec.remove("dataSourceRef");
+    if let Some(class) = wanted.storage_class {
+        set(&mut spec, "storageClassName", Some(class));
+        set(&mut claim_spec, "storageClassName", Some(class));
+    }
+    Ok(TakenOver { volume: new(&facts.volume, spec), claim: new(&facts.claim, claim_spec) })
+}
+
+/// Returns a member of an object of JSON that is an object; an empty one without it.
+fn object(of: &Value, key: &str) -> Map<String, Value> {
+    of.get(key).and_then(Value::as_object).cloned().unwrap_or_default()
+}
+
+/// Returns a member that is text; empty text without it.
+fn text<'a>(of: &'a Map<String, Value>, key: &str) -> &'a str {
+    of.get(key).and_then(Value::as_str).unwrap_or_default()
+}
+
+/// Sets a member, or removes it.
+fn set(of: &mut Map<String, Value>, key: &str, value: Option<impl Serialize>) {
+    match value {
+        Some(value) => of.insert(key.to_owned(), json!(value)),
+        None => of.remove(key),
+    };
+}
+
+/// Returns the attributes of a volume.
+fn attributes(csi: &Map<String, Value>) -> BTreeMap<String, String> {
+    let attributes = csi.get("volumeAttributes").cloned().unwrap_or_default();
+    serde_json::from_value(attributes).unwrap_or_default()
+}
+
+/// Returns a new object of the kind of an old one. Annotations say who has made the object, and finalizers who watches
+/// it; both are those of the old driver.
+fn new(old: &DynamicObject, spec: Map<String, Value>) -> DynamicObject {
+    let metadata = ObjectMeta {
+        name: old.metadata.name.clone(),
+        namespace: old.metadata.namespace.clone(),
+        labels: old.metadata.labels.clone(),
+        ..ObjectMeta::default()
+    };
+    DynamicObject { types: old.types.clone(), metadata, data: json!({ "spec": spec }) }
 }
 
 fn check_unused(facts: &Facts, name: &str) -> Result<()> {
@@ -206,25 +227,12 @@ fn image(name: &str, handle: &str, attributes: &BTreeMap<String, String>) -> Res
     })
 }
 
-/// Returns what a new object has of the old one's metadata. Annotations say who has made the object, and finalizers who
-/// watches it; both are those of the old driver.
-fn metadata(old: &ObjectMeta) -> ObjectMeta {
-    ObjectMeta {
-        name: old.name.clone(),
-        namespace: old.namespace.clone(),
-        labels: old.labels.clone(),
-        ..ObjectMeta::default()
-    }
-}
-
 fn unsupported(message: String, repair: &str) -> Error {
     Error::new(ErrorKind::Unsupported, message).with_repair(repair.to_owned())
 }
 
 #[cfg(test)]
 mod tests {
-    use serde_json::{Value, json};
-
     use super::*;
 
     const HANDLE: &str =
@@ -241,13 +249,16 @@ mod tests {
                 },
                 "spec": {
                     "persistentVolumeReclaimPolicy": "Retain", "storageClassName": "old",
+                    "fieldOfTheFuture": 7,
                     "claimRef": { "namespace": "prod", "name": "data", "uid": "c", "resourceVersion": "1" },
                     "csi": {
                         "driver": "rook-ceph.rbd.csi.ceph.com", "volumeHandle": HANDLE, "fsType": "ext4",
                         "volumeAttributes": attributes,
                         "nodeStageSecretRef": { "name": "rook-csi-rbd-node", "namespace": "rook-ceph" },
+                        "controllerPublishSecretRef": { "name": "rook-csi-rbd-node", "namespace": "rook-ceph" },
                     },
                 },
+                "status": { "phase": "Bound" },
             }))
             .unwrap(),
             claim: serde_json::from_value(json!({
@@ -261,8 +272,13 @@ mod tests {
         }
     }
 
-    fn source(facts: &mut Facts) -> &mut CSIPersistentVolumeSource {
-        facts.volume.spec.as_mut().unwrap().csi.as_mut().unwrap()
+    fn source(facts: &mut Facts) -> &mut Value {
+        &mut facts.volume.data["spec"]["csi"]
+    }
+
+    /// Returns the CSI source of the new PersistentVolume.
+    fn taken_source(facts: &Facts) -> Value {
+        take(facts).unwrap().volume.data["spec"]["csi"].clone()
     }
 
     fn attributes() -> Value {
@@ -279,28 +295,41 @@ mod tests {
     #[test]
     fn the_same_image_gets_new_objects() {
         let TakenOver { volume, claim } = take(&facts(attributes())).unwrap();
-        assert_eq!((volume.metadata.uid, volume.metadata.finalizers), (None, None));
-        assert_eq!(volume.metadata.annotations, None);
-        let spec = volume.spec.unwrap();
-        let source = spec.csi.unwrap();
-        assert_eq!(source.volume_handle, "rbd/rook-ceph/p//csi-vol-x");
-        assert_eq!((source.driver.as_str(), source.volume_attributes), ("cleat.csi.storage", None));
-        assert_eq!(source.node_stage_secret_ref.unwrap().name.unwrap(), "rook-csi-rbd-node");
-        assert_eq!(spec.claim_ref.unwrap().uid, None);
-        assert_eq!(spec.storage_class_name.as_deref(), Some("new"));
-        let spec = claim.spec.unwrap();
-        assert_eq!((spec.volume_name.as_deref(), spec.data_source), (Some("pvc-1"), None));
-        assert_eq!(spec.storage_class_name.as_deref(), Some("new"));
+        assert_eq!(
+            json!(volume),
+            json!({
+                "apiVersion": "v1", "kind": "PersistentVolume",
+                "metadata": { "name": "pvc-1", "labels": { "a": "b" } },
+                "spec": {
+                    "persistentVolumeReclaimPolicy": "Retain", "storageClassName": "new",
+                    "fieldOfTheFuture": 7,
+                    "claimRef": { "namespace": "prod", "name": "data" },
+                    "csi": {
+                        "driver": "cleat.csi.storage", "volumeHandle": "rbd/rook-ceph/p//csi-vol-x",
+                        "fsType": "ext4",
+                        "nodeStageSecretRef": { "name": "rook-csi-rbd-node", "namespace": "rook-ceph" },
+                    },
+                },
+            })
+        );
+        assert_eq!(
+            json!(claim),
+            json!({
+                "apiVersion": "v1", "kind": "PersistentVolumeClaim",
+                "metadata": { "name": "data", "namespace": "prod" },
+                "spec": { "storageClassName": "new", "volumeName": "pvc-1" },
+            })
+        );
     }
 
     #[test]
     fn the_image_follows_from_the_handle_of_older_and_static_volumes() {
         let old = json!({ "clusterID": "c", "pool": "p" });
-        let handle = take(&facts(old)).unwrap().volume.spec.unwrap().csi.unwrap().volume_handle;
+        let handle = &taken_source(&facts(old))["volumeHandle"];
         assert_eq!(handle, "rbd/c/p//csi-vol-1c0f9e3e-1111-2222-3333-444455556666");
         let fixed = json!({ "clusterID": "c", "pool": "p", "staticVolume": "true" });
-        let handle = take(&facts(fixed)).unwrap().volume.spec.unwrap().csi.unwrap().volume_handle;
-        assert_eq!(handle, format!("rbd/c/p//{HANDLE}"));
+        let handle = &taken_source(&facts(fixed))["volumeHandle"];
+        assert_eq!(*handle, format!("rbd/c/p//{HANDLE}"));
     }
 
     #[test]
@@ -309,21 +338,20 @@ mod tests {
             "staticVolume": "true", "clusterID": "c", "pool": "p", "imageName": "db", "radosNamespace": "n",
             "iops": "100",
         }));
-        source(&mut facts).driver = "cleat.csi.storage".to_owned();
+        source(&mut facts)["driver"] = json!("cleat.csi.storage");
         let wanted = TakeOver { driver: "cleat.csi.storage", storage_class: None };
         let taken = taken_over(&facts, &wanted, |image| format!("{image:?}")).unwrap();
-        let new = taken.volume.spec.unwrap().csi.unwrap();
+        let new = &taken.volume.data["spec"]["csi"];
         let image = Image {
             cluster: "c".to_owned(),
             pool: "p".to_owned(),
             namespace: Some("n".to_owned()),
             name: "db".to_owned(),
         };
-        assert_eq!(new.volume_handle, format!("{image:?}"));
-        assert_eq!(new.volume_attributes.unwrap(), [("iops".to_owned(), "100".to_owned())].into());
+        assert_eq!(new["volumeHandle"], format!("{image:?}"));
+        assert_eq!(new["volumeAttributes"], json!({ "iops": "100" }));
         // A volume that has a handle of this driver already.
-        let attributes = source(&mut facts).volume_attributes.as_mut().unwrap();
-        attributes.remove("staticVolume");
+        source(&mut facts)["volumeAttributes"]["staticVolume"] = json!("false");
         let error = taken_over(&facts, &wanted, |_| String::new()).unwrap_err();
         assert!(error.message().contains("not a static volume"), "{error}");
     }
@@ -341,19 +369,17 @@ mod tests {
         let attached = refused(&|facts| facts.attached.push("node-a".to_owned()));
         assert!(attached.message().contains("node-a"), "{attached}");
         let deleted = refused(&|facts| {
-            facts.volume.spec.as_mut().unwrap().persistent_volume_reclaim_policy =
-                Some("Delete".to_owned());
+            facts.volume.data["spec"]["persistentVolumeReclaimPolicy"] = json!("Delete");
         });
         assert!(deleted.repair().unwrap().starts_with("kubectl patch pv pvc-1"), "{deleted:?}");
         let other = refused(&|facts| {
-            facts.volume.spec.as_mut().unwrap().csi.as_mut().unwrap().driver =
-                "cephfs.csi.ceph.com".to_owned();
+            source(facts)["driver"] = json!("cephfs.csi.ceph.com");
         });
         assert!(other.message().contains("is not of ceph-csi"), "{other}");
         let mut encrypted = attributes();
         encrypted["encrypted"] = json!("true");
-        let kept = take(&facts(encrypted.clone())).unwrap().volume.spec.unwrap().csi.unwrap();
-        assert_eq!(kept.volume_attributes.unwrap()["encrypted"], "true");
+        let kept = taken_source(&facts(encrypted.clone()));
+        assert_eq!(kept["volumeAttributes"], json!({ "encrypted": "true" }));
         encrypted["encryptionKMSID"] = json!("vault");
         assert_eq!(take(&facts(encrypted)).unwrap_err().kind(), ErrorKind::Unsupported);
     }

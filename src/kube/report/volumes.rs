@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 
 use cleat_grants::object::{Generation, Mode, Signal, Time, Truth};
-use k8s_openapi::api::core::v1::PersistentVolume;
 use kube::ResourceExt;
 use serde::Serialize;
 
 use super::handle;
 use crate::grant::{VolumeGrant, grant_name};
+use crate::objects::PersistentVolume;
 
 /// A volume of the driver.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]

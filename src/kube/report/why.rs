@@ -1,7 +1,6 @@
 //! What a claim waits for: the way from the claim to the device on the node, and the first place where it stops.
 
 use cleat_grants::object::{Condition, Signal, Truth};
-use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use serde::Serialize;
 
@@ -9,6 +8,7 @@ use super::facts::{Facts, node_of, not_ready, phase};
 use super::steps::{self, Step};
 use super::{ago, handle};
 use crate::nodes;
+use crate::objects::Pod;
 
 /// The way of a claim, and what it waits for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]

@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 
 use cleat_grants::object::Time;
-use k8s_openapi::api::storage::v1::VolumeAttachment;
 use serde_json::{Value, json};
 
 use super::*;
 use crate::grant::VolumeGrant;
+use crate::objects::VolumeAttachment;
 
 const DRIVER: &str = "d.test";
 
