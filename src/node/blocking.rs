@@ -8,12 +8,19 @@ use tokio::task::JoinHandle;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 
+/// A call in a box: what runs it is then in the program once for each type of results, not once for each call.
+type Call<T> = Box<dyn FnOnce() -> T + Send>;
+
 /// Runs `call` on a separate thread. It continues when the returned handle is dropped. `what` describes it
 /// in traces.
 pub(crate) fn spawn<T: Send + 'static>(
     what: &'static str,
     call: impl FnOnce() -> T + Send + 'static,
 ) -> JoinHandle<T> {
+    run(what, Box::new(call))
+}
+
+fn run<T: Send + 'static>(what: &'static str, call: Call<T>) -> JoinHandle<T> {
     tracing::trace!(what, "runs off the event loop");
     #[cfg(feature = "fault")]
     if let Some(gate) = simulation::gate() {
@@ -39,26 +46,34 @@ static CALLS: Semaphore = Semaphore::const_new(MAX_CALLS);
 ///
 /// # Errors
 /// Returns the call's error, and `Internal` if the call panics.
-pub async fn blocking<T: Send + 'static>(
+pub fn blocking<T: Send + 'static>(
     call: impl FnOnce() -> Result<T> + Send + 'static,
-) -> Result<T> {
+) -> impl Future<Output = Result<T>> {
+    with_shared_limit(Box::new(call))
+}
+
+async fn with_shared_limit<T: Send + 'static>(call: Call<Result<T>>) -> Result<T> {
     // Simulations of several threads must not influence each other. The semaphore is never closed.
     let permit = if is_simulated() { None } else { CALLS.acquire().await.ok() };
-    with_own_limit(move || {
+    let call = Box::new(move || {
         let _permit = permit;
         call()
-    })
-    .await
+    });
+    joined(call).await
 }
 
 /// Runs a call as [`blocking`] does, for a caller that limits the number of its calls itself.
 ///
 /// # Errors
 /// As [`blocking`].
-pub(crate) async fn with_own_limit<T: Send + 'static>(
+pub(crate) fn with_own_limit<T: Send + 'static>(
     call: impl FnOnce() -> Result<T> + Send + 'static,
-) -> Result<T> {
-    spawn("a call that blocks", call).await.map_err(|error| {
+) -> impl Future<Output = Result<T>> {
+    joined(Box::new(call))
+}
+
+async fn joined<T: Send + 'static>(call: Call<Result<T>>) -> Result<T> {
+    run("a call that blocks", call).await.map_err(|error| {
         Error::new(ErrorKind::Internal, "internal: a blocking call panicked").with_source(error)
     })?
 }

@@ -38,6 +38,7 @@ mod volumes;
 mod walk;
 
 use std::future::Future;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -110,10 +111,19 @@ impl Controller {
         T: Send + 'static,
         F: Future<Output = Answer<T>> + Send + 'static,
     {
+        self.exclusive_boxed(name, keys, deadline, Box::pin(call(self.clone()))).await
+    }
+
+    async fn exclusive_boxed<T: Send + 'static>(
+        &self,
+        name: &'static str,
+        keys: &[String],
+        deadline: Instant,
+        call: Pin<Box<dyn Future<Output = Answer<T>> + Send>>,
+    ) -> Result<Response<T>, Status> {
         let claims: Result<Vec<Claimed>, Error> =
             keys.iter().map(|key| self.busy.claim(key, name)).collect();
         let claims = claims.map_err(|error| crate::status::of(&error))?;
-        let call = call(self.clone());
         let task = tokio::spawn(async move {
             let _claims = claims;
             call.await
