@@ -9,10 +9,6 @@ use mimalloc::MiMalloc;
 static ALLOCATOR: MiMalloc = MiMalloc;
 
 fn main() {
-    // With `transparent_hugepage/enabled` set to `always`, the kernel would round heaps of a few MiB up to
-    // huge pages: up to 25 MiB for an idle worker. Child processes inherit the setting: workers, from their
-    // first page on, and hooks. If the call fails, the process only uses more memory.
-    cleat_sys::memory_limit::use_huge_pages_on_request();
     // Checked before the command line is parsed: a worker is a process for each volume and stays small.
     let is_worker = std::env::args_os().nth(1).is_some_and(|command| command == "worker");
     let code = if is_worker {
