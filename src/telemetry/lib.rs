@@ -15,7 +15,7 @@ use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::Deserialize;
-use tracing_subscriber::filter::{EnvFilter, LevelFilter};
+use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 
@@ -62,7 +62,7 @@ pub fn reconnect_journal() -> std::io::Result<()> {
 pub struct Log {
     /// The format.
     pub format: Format,
-    /// A level such as `info`, or directives of the filter of `tracing-subscriber`.
+    /// A level such as `info`, and directives TARGET=LEVEL, separated by commas.
     pub filter: String,
 }
 
@@ -81,7 +81,7 @@ impl Log {
         if let Some(word) = filter.split(',').map(str::trim).find(is_target) {
             return Err(format!("{word:?} is not one of error, warn, info, debug, trace and off"));
         }
-        EnvFilter::builder().parse(filter).map(|_| ()).map_err(|error| error.to_string())
+        filter.parse::<Targets>().map(|_| ()).map_err(|error| error.to_string())
     }
 
     /// Returns the same choice with `Auto` replaced by the actual format. The supervisor passes it to
@@ -101,7 +101,7 @@ impl Log {
     /// # Errors
     /// Returns `InvalidArgument` for an invalid filter; `Internal` if it is called a second time.
     pub fn init(&self) -> Result<()> {
-        let filter = EnvFilter::builder().parse(&self.filter).map_err(|error| {
+        let filter = self.filter.parse::<Targets>().map_err(|error| {
             Error::new(ErrorKind::InvalidArgument, "invalid log filter").with_source(error)
         })?;
         let registry = tracing_subscriber::registry().with(filter);
