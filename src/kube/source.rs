@@ -154,7 +154,6 @@ mod tests {
             driver: DRIVER.to_owned(),
             volume_handle: "rbd/c/p//v".to_owned(),
             read_only: Some(read_only),
-            ..CSIPersistentVolumeSource::default()
         };
         PersistentVolumeSpec {
             access_modes: Some(modes.iter().map(ToString::to_string).collect()),

@@ -20,6 +20,10 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
+use tracing_subscriber::Layer;
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
 
 use crate::control_plane::{ControlPlane, NAMESPACE, free_ports};
 use crate::storage::TestStorage;
@@ -46,9 +50,10 @@ pub(crate) fn run_on(plane: &'static ControlPlane, test: impl AsyncFnOnce(World)
     // Names of drivers have at most 63 characters and no `_`.
     let name = name.rsplit("::").next().unwrap_or_default().replace('_', "-");
     if let Ok(filter) = std::env::var("CLEAT_TEST_LOG") {
-        let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+        let filter: Targets = filter.parse().unwrap();
+        let log = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_filter(filter);
         // Another test may have set it.
-        let _ = log.try_init();
+        let _ = tracing_subscriber::registry().with(log).try_init();
     }
     let runtime = tokio::runtime::Runtime::new().unwrap();
     runtime.block_on(async {

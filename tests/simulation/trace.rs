@@ -3,9 +3,11 @@
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::FormatTime;
+use tracing_subscriber::layer::SubscriberExt;
 
 use crate::clock;
 
@@ -13,11 +15,15 @@ use crate::clock;
 pub(crate) fn record<T>(run: impl FnOnce() -> T) -> (T, String) {
     let lines = Lines::default();
     let subscriber = tracing_subscriber::fmt()
-        .with_env_filter("cleat=trace,simulation=trace")
+        .with_max_level(LevelFilter::TRACE)
         .with_writer(lines.clone())
         .with_ansi(false)
         .with_timer(WorldTime)
-        .finish();
+        .finish()
+        .with(
+            Targets::new()
+                .with_targets(["cleat", "simulation"].map(|name| (name, LevelFilter::TRACE))),
+        );
     let result = tracing::subscriber::with_default(subscriber, run);
     let bytes = lines.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
     (result, neutral(&String::from_utf8_lossy(&bytes)))
