@@ -286,10 +286,9 @@ fn figures() {
     let client_ms = start.elapsed().as_millis();
     cleat_ok(&["map", "mem:16M", "--name", "idle"]);
     let worker = status("idle")["worker_pid"].clone();
-    // In the profile of the tests, most of it is code, of which a release build needs less.
-    let pss = |pid: &str| {
-        let fields = "/^Pss:/ { all = $2 } /^Pss_File:/ { file = $2 } /^Pss_Anon:/ { anon = $2 }";
-        let print = "END { print all \" (\" file \" of files, \" anon \" anonymous)\" }";
+    let memory = |pid: &str| {
+        let fields = "/^Pss:/ { pss = $2 } /^Private_Dirty:/ { own = $2 }";
+        let print = "END { print own \" (PSS \" pss \")\" }";
         shell(&format!("awk '{fields} {print}' /proc/{pid}/smaps_rollup"))
     };
     for pid in [worker.to_string(), node.pid().to_string()] {
@@ -297,12 +296,12 @@ fn figures() {
     }
     println!(
         "figures: map to ready, ms: median {} (min {}, max {}), of which a bare client call {client_ms}; \
-         idle PSS, KiB: worker {}, supervisor {}",
+         idle, written and private KiB: worker {}, supervisor {}",
         times_ms[times_ms.len() / 2],
         times_ms[0],
         times_ms[times_ms.len() - 1],
-        pss(&worker.to_string()),
-        pss(&node.pid().to_string()),
+        memory(&worker.to_string()),
+        memory(&node.pid().to_string()),
     );
     cleat_ok(&["unmap", "idle"]);
 }
