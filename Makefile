@@ -45,7 +45,7 @@ PYTHON_SCRIPTS = $(wildcard scripts/suites/*.py) scripts/build-image scripts/hos
 .DEFAULT_GOAL := build
 .PHONY: help build release demo test test-long quick unit tests vm-image comparison comparison-fail-over soak \
 	soak-device soak-simulation soak-models soak-fights soak-controller soak-nodes soak-fuzz bench bench-device install \
-	uninstall clean control-plane nodes fail-over demo-cluster image deps-build deps-test device device-short device-long simulation lint $(SUITES)
+	uninstall clean control-plane nodes fail-over demo-cluster image deps-build deps-test device device-short device-long simulation lint lint-release $(SUITES)
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,10 +65,11 @@ demo: deps-build ## Map a volume, put a file system and files on it, check them;
 
 test: deps-test ## Every kind of test, in about 20 minutes: lint, tests, a virtual machine
 	@$(RUN_SUITES) --again system,kube,export,device-short --background lint,simulation \
-		vm-image tests control-plane / $(SUITES) / device-short lint simulation
+		vm-image tests control-plane / $(SUITES) simulation / device-short lint
 
 test-long: deps-test ## The long tests, which .ci/run runs after `make test`
-	@$(RUN_SUITES) --again fail-over,device-long vm-image tests control-plane / fail-over / device-long
+	@$(RUN_SUITES) --again fail-over,device-long --background lint-release \
+		vm-image tests control-plane / fail-over lint-release / device-long
 
 unit: deps-test ## What needs no virtual machine
 	@$(RUN_SUITES) --again system,kube,export \
@@ -77,13 +78,16 @@ unit: deps-test ## What needs no virtual machine
 quick: deps-test ## What tests a change in a minute and a half; BASE=REV: the change since REV
 	@exec scripts/quick $(BASE)
 
-lint: deps-test ## Formatting, clippy of the tests, of the release and of a build without features, scripts
+lint: deps-test ## Formatting, clippy of everything that the tests have, scripts
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets --features cleat/fault -- -D warnings
-	$(CARGO) clippy --locked --bins -- -D warnings
-	$(CARGO) clippy --locked --bins --no-default-features -- -D warnings
 	shellcheck $(SHELL_SCRIPTS)
 	python3 -c 'import ast, sys; [ast.parse(open(name).read(), name) for name in sys.argv[1:]]' $(PYTHON_SCRIPTS)
+	-scripts/cargo-deps.sh save debug
+
+lint-release: deps-test ## Clippy of the release, and of a build without features
+	$(CARGO) clippy --locked --bins -- -D warnings
+	$(CARGO) clippy --locked --bins --no-default-features -- -D warnings
 	-scripts/cargo-deps.sh save debug
 
 tests: deps-test ## Build all tests
