@@ -60,7 +60,7 @@ pub(crate) fn connect(
     key: Option<&ClientKey>,
 ) -> librbd::Result<Arc<librbd::Cluster>> {
     match key {
-        Some(key) => librbd::Cluster::connect_with_key(config, key.text()),
+        Some(key) => librbd::Cluster::connect_with_key(config, key.text(), key.is_aes256k()),
         None => librbd::Cluster::connect(config),
     }
 }

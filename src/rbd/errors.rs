@@ -58,6 +58,14 @@ pub(crate) fn repair(error: &librbd::Error, spec: &RbdSpec) -> Option<String> {
                 "check the file; conf=PATH in the volume's options names another one".to_owned(),
             );
         }
+        (_, Subject::Key) => return Some(newer_library(spec)),
+        (ErrorKind::Internal, Subject::Connection) if error.errno() == Some(libc::EIO) => {
+            return Some(format!(
+                "if the key of {} begins with Ag, it is of the type aes256k: {}",
+                client_name(spec),
+                newer_library(spec)
+            ));
+        }
         (ErrorKind::NotFound, Subject::Connection) => {
             return Some(format!(
                 "check Ceph's configuration, and that the key of {} is in its keyring; conf=PATH, \
@@ -87,6 +95,15 @@ pub(crate) fn repair(error: &librbd::Error, spec: &RbdSpec) -> Option<String> {
         ),
         _ => None,
     }
+}
+
+/// Returns the hint for a key of the type aes256k and a library that cannot read it.
+fn newer_library(spec: &RbdSpec) -> String {
+    let client = client_name(spec);
+    format!(
+        "install librbd and librados of Ceph 20 on this machine; or allow keys of the older type in the cluster (ceph mon \
+         set auth_allowed_ciphers aes,aes256k), and make a key of the type aes for {client}"
+    )
 }
 
 /// Returns the hint for a key without the capabilities for `spec` or for the pool with its data.

@@ -18,14 +18,13 @@ use crate::spec::RbdSpec;
 /// The bytes of a key before the secret, which are not secret: two of type, eight of time, two of length.
 const HEADER: usize = 12;
 
-/// The length of the secret of an AES key in bytes.
-const AES_SECRET: usize = 16;
-
 /// The maximum length of a key that is decoded, in bytes: room for the types of later versions.
 const MAX_KEY: usize = 128;
 
-/// The type of AES keys with 128 bits (`CEPH_CRYPTO_AES`), the only one up to Ceph 19.
-const AES: u16 = 1;
+/// The types of keys, and the lengths of their secrets in bytes: AES with 128 bits (`CEPH_CRYPTO_AES`), the only one up to Ceph
+/// 18, and with 256 bits (`CEPH_CRYPTO_AES256KRB5`), the only one that a new cluster of Ceph 20 makes.
+const AES: (u16, usize) = (1, 16);
+const AES256K: (u16, usize) = (2, 32);
 
 /// The maximum number of clients that an error names.
 const MAX_NAMED: usize = 8;
@@ -37,6 +36,7 @@ pub(crate) struct ClientKey {
     file: CredentialFile,
     /// The key in base64, and a zero byte.
     key: Zeroizing<Vec<u8>>,
+    is_aes256k: bool,
 }
 
 impl ClientKey {
@@ -45,12 +45,13 @@ impl ClientKey {
     ///
     /// # Errors
     /// Returns `PermissionDenied` for a keyring without a key of the client, `InvalidArgument` for a malformed
-    /// key, and `Unsupported` for a key of another type than AES.
+    /// key, and `Unsupported` for a key of an unknown type.
     pub(crate) fn find(spec: &RbdSpec, credentials: &CredentialSet) -> Result<Option<Self>> {
         let Some(file) = spec.keyring_file() else { return Ok(None) };
         let (client, content) = (client_name(spec), credentials.get(&file.path)?);
-        let key = Zeroizing::new([key(content.bytes(), &client, &file)?, b"\0"].concat());
-        Ok(Some(Self { client, file, key }))
+        let (key, is_aes256k) = key(content.bytes(), &client, &file)?;
+        let key = Zeroizing::new([key, b"\0"].concat());
+        Ok(Some(Self { client, file, key, is_aes256k }))
     }
 
     /// Opens the keyring of `spec` and finds the key, in the process that uses it.
@@ -68,18 +69,23 @@ impl ClientKey {
         CStr::from_bytes_until_nul(&self.key).unwrap_or_default()
     }
 
+    /// Returns whether the key is of the type that only newer libraries can decode.
+    pub(crate) fn is_aes256k(&self) -> bool {
+        self.is_aes256k
+    }
+
     /// Returns whether the keyring in `credentials` has the same key.
     ///
     /// # Errors
     /// Fails as [`ClientKey::find`] does.
     pub(crate) fn is_in(&self, credentials: &CredentialSet) -> Result<bool> {
         let content = credentials.get(&self.file.path)?;
-        Ok(key(content.bytes(), &self.client, &self.file)? == self.text().to_bytes())
+        Ok(key(content.bytes(), &self.client, &self.file)?.0 == self.text().to_bytes())
     }
 }
 
-/// Returns the key of `client` in a keyring. `file` names the keyring in errors.
-fn key<'a>(keyring: &'a [u8], client: &str, file: &CredentialFile) -> Result<&'a [u8]> {
+/// Returns the key of `client` in a keyring, and whether it is of the type aes256k. `file` names the keyring in errors.
+fn key<'a>(keyring: &'a [u8], client: &str, file: &CredentialFile) -> Result<(&'a [u8], bool)> {
     let (mut section, mut clients) = (&b""[..], Vec::new());
     let mut found: Option<&[u8]> = None;
     for line in keyring.split(|byte| *byte == b'\n') {
@@ -101,7 +107,7 @@ fn key<'a>(keyring: &'a [u8], client: &str, file: &CredentialFile) -> Result<&'a
         found = Some(value);
     }
     let key = found.ok_or_else(|| no_key(&clients, client, file))?;
-    check(key, client, file).map(|()| key)
+    Ok((key, is_aes256k(key, client, file)?))
 }
 
 /// As Ceph decodes keys (`ceph_unarmor`): base64 with padding, and with any value of the bits that no byte uses.
@@ -111,8 +117,8 @@ fn encoding() -> Encoding {
     specification.encoding().unwrap_or(BASE64)
 }
 
-/// Checks that librados can decode a key.
-fn check(key: &[u8], client: &str, file: &CredentialFile) -> Result<()> {
+/// Checks that a librados can decode a key. Returns whether the key is of the type aes256k.
+fn is_aes256k(key: &[u8], client: &str, file: &CredentialFile) -> Result<bool> {
     let malformed = || {
         invalid(format!("the key of {client} in the {file} is malformed"))
             .with_repair(new_keyring(client, file))
@@ -131,17 +137,19 @@ fn check(key: &[u8], client: &str, file: &CredentialFile) -> Result<()> {
     if kind > u16::from(u8::MAX) {
         return Err(malformed());
     }
-    if kind != AES {
-        let message = format!("the key of {client} in the {file} has the type {kind}, not AES");
+    let Some((_, length)) = [AES, AES256K].into_iter().find(|(known, _)| *known == kind) else {
+        let message = format!(
+            "the key of {client} in the {file} has the type {kind}; the known ones are 1 (aes) and 2 (aes256k)"
+        );
         return Err(Error::new(ErrorKind::Unsupported, message).with_repair(format!(
-            "create a client with a key of type aes, and give its keyring: {}=PATH",
+            "upgrade cleat; or create a client with a key of a known type, and give its keyring: {}=PATH",
             file.option
         )));
-    }
-    if secret.len() != AES_SECRET || usize::from(secret_length) != AES_SECRET {
+    };
+    if secret.len() != length || usize::from(secret_length) != length {
         return Err(malformed());
     }
-    Ok(())
+    Ok(kind == AES256K.0)
 }
 
 fn no_key(clients: &[&[u8]], client: &str, file: &CredentialFile) -> Error {
@@ -184,17 +192,23 @@ mod tests {
     const OWN: &str = "AQBbCH1lAAAAABAAZ5F5Yr0zQAg9tGv0n8bRJQ==";
     const OTHER: &str = "AQCcCH1lAAAAABAAa5F5Yr0zQAg9tGv0n8bRJQ==";
 
-    fn find(keyring: &str) -> Result<String> {
-        let file = CredentialFile {
+    /// Of the type aes256k.
+    const LONG: &str = "AgCAO7FqAAAAACAABwgJCgsMDQ4PEBESExQVFhcYGRobHB0eHyAhIiMkJSY=";
+
+    fn file() -> CredentialFile {
+        CredentialFile {
             path: "/k".into(),
             what: "keyring",
             option: "keyring",
             max_bytes: MAX_KEYRING,
             is_followed: false,
             source: None,
-        };
-        let found = key(keyring.as_bytes(), "client.a", &file);
-        found.map(|key| String::from_utf8(key.to_vec()).unwrap())
+        }
+    }
+
+    fn find(keyring: &str) -> Result<String> {
+        let found = key(keyring.as_bytes(), "client.a", &file());
+        found.map(|(key, _)| String::from_utf8(key.to_vec()).unwrap())
     }
 
     fn refused(keyring: &str, kind: ErrorKind, part: &str) {
@@ -223,6 +237,14 @@ mod tests {
         // Ceph ignores the last bits of the last character.
         let bits = OWN.replace("Q==", "R==");
         assert_eq!(find(&format!("[client.a]\nkey = {bits}\n")).unwrap(), bits);
+    }
+
+    #[test]
+    fn a_key_of_ceph_20_is_found_with_its_type() {
+        let keyring = format!("[client.a]\nkey = {OWN}\n[client.b]\nkey = {LONG}\n");
+        let found = |client: &str| key(keyring.as_bytes(), client, &file()).unwrap();
+        assert_eq!(found("client.a"), (OWN.as_bytes(), false));
+        assert_eq!(found("client.b"), (LONG.as_bytes(), true));
     }
 
     #[test]
@@ -262,7 +284,9 @@ mod tests {
                 "the key of client.a in the keyring /k is malformed",
             );
         }
-        refused(&format!("[client.a]\nkey = Ag{}\n", &OWN[2..]), Unsupported, "the type 2");
+        refused(&format!("[client.a]\nkey = Aw{}\n", &OWN[2..]), Unsupported, "the type 3");
+        let short = format!("[client.a]\nkey = Ag{}\n", &OWN[2..]);
+        refused(&short, InvalidArgument, "the key of client.a in the keyring /k is malformed");
         let twice = format!("[client.a]\nkey = {OWN}\nkey = {OTHER}\n");
         refused(&twice, InvalidArgument, "two different keys of client.a");
     }

@@ -4,14 +4,14 @@
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
 use tempfile::TempDir;
 use test_kit::nbd::wire::{self, Request};
-use test_kit::process;
+use test_kit::process::{self, threads, voluntary_switches};
 
 const BLOCK: u32 = 4096;
 const SIZE: u64 = 16 << 20;
@@ -137,17 +137,13 @@ impl Server {
 
     /// Returns how often each thread has slept.
     fn switches(&self) -> BTreeMap<String, u64> {
-        let threads = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
-        threads.map(|thread| thread_switches(&thread.unwrap().path())).collect()
+        threads(self.child.id(), "status").iter().map(|status| thread_switches(status)).collect()
     }
 }
 
-fn thread_switches(thread: &Path) -> (String, u64) {
-    let name = std::fs::read_to_string(thread.join("comm")).unwrap();
-    let status = std::fs::read_to_string(thread.join("status")).unwrap();
-    let count = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
-    let number = thread.file_name().unwrap().display();
-    (format!("{} {number}", name.trim()), count.unwrap().trim().parse().unwrap())
+fn thread_switches(status: &str) -> (String, u64) {
+    let field = |key: &str| status.lines().find_map(|line| line.strip_prefix(key)).unwrap().trim();
+    (format!("{} {}", field("Name:"), field("Pid:")), voluntary_switches(status))
 }
 
 impl Drop for Server {

@@ -1,7 +1,5 @@
 //! Other processes: signals, and whether they run.
 
-use std::path::Path;
-
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 
@@ -11,23 +9,27 @@ pub fn kill(pid: u32, signal: Signal) {
     let _ = nix::sys::signal::kill(pid, signal);
 }
 
+/// Returns a file of `/proc` of each thread of the process `pid`. A thread that ends meanwhile is left out.
+pub fn threads(pid: u32, file: &str) -> Vec<String> {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
+    threads.filter_map(|thread| std::fs::read_to_string(thread.path().join(file)).ok()).collect()
+}
+
 /// Returns how often the threads of the process `pid` have gone to sleep, which is how often they have woken up. Threads
 /// that have ended do not count.
 pub fn wakeups(pid: u32) -> u64 {
-    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
-    threads.filter_map(|thread| voluntary_switches(&thread.path())).sum()
+    threads(pid, "status").iter().map(|status| voluntary_switches(status)).sum()
 }
 
 /// Returns how often the main thread of the process `pid` has gone to sleep.
 pub fn wakeups_of_main_thread(pid: u32) -> u64 {
-    voluntary_switches(Path::new(&format!("/proc/{pid}/task/{pid}"))).unwrap()
+    voluntary_switches(&std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/status")).unwrap())
 }
 
-/// Reads from `/proc` how often a thread has given up its processor by itself; `None` if it has ended.
-fn voluntary_switches(thread: &Path) -> Option<u64> {
-    let status = std::fs::read_to_string(thread.join("status")).ok()?;
-    let mut lines = status.lines();
-    lines.find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"))?.trim().parse().ok()
+/// Returns how often a thread with this `status` has given up its processor by itself.
+pub fn voluntary_switches(status: &str) -> u64 {
+    let count = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+    count.unwrap().trim().parse().unwrap()
 }
 
 /// Returns whether the process `pid` runs. A zombie does not.

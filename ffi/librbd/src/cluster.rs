@@ -38,6 +38,10 @@ pub struct Cluster {
     pub(crate) handle: rados_t,
 }
 
+/// An option that exactly those libraries have that decode keys of the type aes256k: 20.2.4 has it, 16.2.15 and 18.2.7 have
+/// not.
+const OF_AES256K: &str = "mon_auth_allow_insecure_key";
+
 // SAFETY: several threads may use a rados_t at once (librados.h: all functions are thread safe except
 // those that change an ioctx). Its configuration is only set before it is shared.
 unsafe impl Send for Cluster {}
@@ -55,13 +59,18 @@ impl Cluster {
     }
 
     /// Connects to the cluster with a key in base64. The library reads no keyring. It keeps the key in its
-    /// memory, and logs it if it cannot decode it: the caller checks the key first. The key of a connected
-    /// client cannot be replaced, because the library reads it only when it connects.
+    /// memory, and logs it if it cannot decode it: the caller checks the key first, and says whether it is of the type
+    /// aes256k, which only newer libraries decode. The key of a connected client cannot be replaced, because the
+    /// library reads it only when it connects.
     ///
     /// # Errors
-    /// Fails as [`Cluster::connect`] does.
-    pub fn connect_with_key(config: &Config, key: &CStr) -> Result<Arc<Self>> {
+    /// Fails as [`Cluster::connect`] does, and with an error about [`Subject::Key`] if the library cannot decode the key.
+    pub fn connect_with_key(config: &Config, key: &CStr, is_aes256k: bool) -> Result<Arc<Self>> {
         let cluster = Self::configured(config)?;
+        if is_aes256k && cluster.option(OF_AES256K).is_err() {
+            let what = "the installed librados is too old for keys of the type aes256k";
+            return Err(Error::unsupported("use the client's key", what).about(Subject::Key));
+        }
         cluster.set("keyring", "")?;
         // SAFETY: the handle is open and not connected, and the texts are C strings.
         let set = unsafe {

@@ -24,6 +24,8 @@ pub enum Subject {
     Option,
     /// The connection to the cluster, with the client's key.
     Connection,
+    /// A key of a type that the library cannot read.
+    Key,
     /// A pool.
     Pool,
     /// Anything else.
@@ -35,6 +37,7 @@ enum Cause {
     Load(LoadError),
     Errno(i32),
     Invalid(&'static str),
+    Unsupported(&'static str),
 }
 
 impl Error {
@@ -42,6 +45,7 @@ impl Error {
     pub fn errno(&self) -> Option<i32> {
         match self.cause {
             Cause::Errno(errno) => Some(errno),
+            Cause::Unsupported(_) => Some(libc::EOPNOTSUPP),
             Cause::Load(_) | Cause::Invalid(_) => None,
         }
     }
@@ -50,7 +54,7 @@ impl Error {
     pub fn load(&self) -> Option<&LoadError> {
         match &self.cause {
             Cause::Load(error) => Some(error),
-            Cause::Errno(_) | Cause::Invalid(_) => None,
+            Cause::Errno(_) | Cause::Invalid(_) | Cause::Unsupported(_) => None,
         }
     }
 
@@ -76,6 +80,10 @@ impl Error {
         Self::with(action, Cause::Invalid(what))
     }
 
+    pub(crate) fn unsupported(action: impl Into<String>, what: &'static str) -> Self {
+        Self::with(action, Cause::Unsupported(what))
+    }
+
     pub(crate) fn no_library(error: LoadError) -> Self {
         Self::with("use Ceph", Cause::Load(error))
     }
@@ -89,7 +97,7 @@ impl fmt::Display for Error {
             // The system's text for it ("Cannot send after transport endpoint shutdown") is misleading.
             Cause::Errno(libc::ESHUTDOWN) => write!(f, "the cluster has blocklisted this client"),
             Cause::Errno(errno) => std::io::Error::from_raw_os_error(*errno).fmt(f),
-            Cause::Invalid(what) => f.write_str(what),
+            Cause::Invalid(what) | Cause::Unsupported(what) => f.write_str(what),
         }
     }
 }

@@ -24,7 +24,7 @@ use cleat_core::request::{IoError, Op};
 use cleat_worker::isolation::Isolation;
 use cleat_worker::protocol::{FromWorker, Refuse, ToWorker};
 use test_kit::worker::{Worker, adopt, failure, receive, seqpacket_pair, start_message, versions};
-use test_kit::{memory, nbd::kernel as nbd};
+use test_kit::{memory, nbd::kernel as nbd, process::threads};
 
 fn file(name: &str, size: u64) -> (tempfile::TempDir, String) {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -260,8 +260,7 @@ fn a_worker_is_confined_and_ignores_signals_of_the_service_manager() {
         let oom = std::fs::read_to_string(worker.proc("oom_score_adj")).unwrap();
         assert_eq!(oom.trim(), "-999");
         // PF_MEMALLOC_NOIO and PF_LOCAL_THROTTLE of linux/sched.h, in the flags of each thread.
-        for thread in std::fs::read_dir(worker.proc("task")).unwrap() {
-            let stat = std::fs::read_to_string(thread.unwrap().path().join("stat")).unwrap();
+        for stat in threads(worker.child.id(), "stat") {
             let (_, fields) = stat.rsplit_once(')').unwrap();
             let flags: u32 = fields.split_whitespace().nth(6).unwrap().parse().unwrap();
             assert_eq!(flags & 0x0018_0000, 0x0018_0000, "{stat}");
@@ -271,8 +270,7 @@ fn a_worker_is_confined_and_ignores_signals_of_the_service_manager() {
     assert_eq!(worker.status("Seccomp"), "2");
     assert_eq!(worker.status("Name"), "cleat:test-volu");
     let pid = nix::unistd::Pid::from_raw(i32::try_from(worker.child.id()).unwrap());
-    for thread in std::fs::read_dir(worker.proc("task")).unwrap() {
-        let status = std::fs::read_to_string(thread.unwrap().path().join("status")).unwrap();
+    for status in threads(worker.child.id(), "status") {
         assert!(status.contains("Seccomp:\t2") && status.contains("CapEff:\t0000000000000000"));
     }
     use nix::sys::signal::Signal;
@@ -451,12 +449,8 @@ fn a_rate_limit_applies_from_the_start_and_uses_no_cpu_time() {
     }
     assert_eq!(nbd::reply(&sockets[0]), (0, 0));
     let spent_ns = || -> u64 {
-        let threads = std::fs::read_dir(worker.proc("task")).unwrap();
-        let stat = |thread: std::fs::DirEntry| {
-            let stat = std::fs::read_to_string(thread.path().join("schedstat")).unwrap();
-            stat.split(' ').next().unwrap().parse::<u64>().unwrap()
-        };
-        threads.map(|thread| stat(thread.unwrap())).sum()
+        let spent = |stat: &String| stat.split(' ').next().unwrap().parse::<u64>().unwrap();
+        threads(worker.child.id(), "schedstat").iter().map(spent).sum()
     };
     let before = spent_ns();
     std::thread::sleep(Duration::from_millis(600));

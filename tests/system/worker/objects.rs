@@ -18,6 +18,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use test_kit::ceph::{BUCKET, shared};
 use test_kit::nbd::kernel as nbd;
+use test_kit::process::threads;
 use test_kit::wait::wait_until;
 use test_kit::worker::{Worker, failure, start_message};
 
@@ -97,8 +98,9 @@ fn is_served_by_a_confined_process(volume: &ObjectVolume) {
     let (mut worker, ready) = Worker::ready(&volume.uri);
     assert_eq!((ready.size, ready.preferred_block), (SIZE, BLOCK));
     assert!(ready.outlives_worker);
-    for task in std::fs::read_dir(worker.proc("task")).unwrap().flatten() {
-        let status = std::fs::read_to_string(task.path().join("status")).unwrap();
+    let threads = threads(worker.child.id(), "status");
+    assert!(!threads.is_empty());
+    for status in threads {
         let line = |key: &str| status.lines().find_map(|l| l.strip_prefix(key)).unwrap().trim();
         assert_eq!((line("Seccomp:"), line("NoNewPrivs:")), ("2", "1"), "{status}");
         assert_eq!(line("CapEff:"), "0000000000000000", "{status}");
@@ -404,12 +406,9 @@ fn writes_without_a_flush_survive_the_worker_in_the_tail_file() {
 /// Stops a process. Its threads go on until the one has run that gets the signal, so this waits until all are stopped.
 fn stop(pid: Pid) {
     kill(pid, Signal::SIGSTOP).unwrap();
-    let is_stopped = |task: std::io::Result<std::fs::DirEntry>| {
-        let stat = std::fs::read_to_string(task.unwrap().path().join("stat")).unwrap();
-        stat.rsplit(") ").next().unwrap().starts_with('T')
-    };
+    let is_stopped = |stat: &String| stat.rsplit(") ").next().unwrap().starts_with('T');
     wait_until("all threads are stopped", || {
-        std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().all(is_stopped)
+        threads(pid.as_raw().unsigned_abs(), "stat").iter().all(is_stopped)
     });
 }
 

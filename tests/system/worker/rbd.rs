@@ -10,6 +10,7 @@ use test_kit::ceph::{Cluster as TestCluster, ID, POOL, shared};
 #[cfg(feature = "fault")]
 use super::surroundings::Surroundings;
 use test_kit::nbd::kernel as nbd;
+use test_kit::process::threads;
 use test_kit::worker::{Worker, failure, start_message};
 
 pub(super) fn pool() -> std::sync::Arc<Pool> {
@@ -36,8 +37,9 @@ fn an_image_is_served_by_a_confined_process() {
     assert_eq!((ready.size, ready.preferred_block), (8 << 20, 4 << 20));
     assert!(ready.outlives_worker);
     // Seccomp mode 2 is a filter. Every thread of librbd has it, and no capability.
-    for task in std::fs::read_dir(worker.proc("task")).unwrap().flatten() {
-        let status = std::fs::read_to_string(task.path().join("status")).unwrap();
+    let threads = threads(worker.child.id(), "status");
+    assert!(!threads.is_empty());
+    for status in threads {
         let line = |key: &str| status.lines().find_map(|l| l.strip_prefix(key)).unwrap().trim();
         assert_eq!((line("Seccomp:"), line("NoNewPrivs:")), ("2", "1"), "{status}");
         assert_eq!(line("CapEff:"), "0000000000000000", "{status}");
