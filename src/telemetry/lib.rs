@@ -75,9 +75,12 @@ impl Log {
         if filter.trim().is_empty() {
             return Err("it is empty".to_owned());
         }
-        // The filter takes a single word for a target: a typing error would silence everything else.
-        let is_target =
-            |word: &&str| !word.contains(['=', '[']) && word.parse::<LevelFilter>().is_err();
+        // The parser takes a span in brackets for a part of the target, which nothing would match.
+        if filter.contains('[') {
+            return Err("it names a span or a field; write TARGET=LEVEL".to_owned());
+        }
+        // It takes a single word for a target: a typing error would silence everything else.
+        let is_target = |word: &&str| !word.contains('=') && word.parse::<LevelFilter>().is_err();
         if let Some(word) = filter.split(',').map(str::trim).find(is_target) {
             return Err(format!("{word:?} is not one of error, warn, info, debug, trace and off"));
         }
@@ -202,5 +205,7 @@ mod tests {
         assert!(Log::check_filter("cleat=loud").is_err());
         assert!(Log::check_filter("loud").is_err());
         assert!(Log::check_filter("info,cleat_node").is_err());
+        assert!(Log::check_filter("info,cleat[call]=debug").is_err());
+        assert!(Log::check_filter("[{volume}]=debug").is_err());
     }
 }
