@@ -9,10 +9,14 @@ pub fn kill(pid: u32, signal: Signal) {
     let _ = nix::sys::signal::kill(pid, signal);
 }
 
-/// Returns a file of `/proc` of each thread of the process `pid`. A thread that ends meanwhile is left out.
+/// Returns a file of `/proc` of each thread of the process `pid`. A thread that ends meanwhile is left out; there is at
+/// least one.
 pub fn threads(pid: u32, file: &str) -> Vec<String> {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
-    threads.filter_map(|thread| std::fs::read_to_string(thread.path().join(file)).ok()).collect()
+    let read = |thread: std::fs::DirEntry| std::fs::read_to_string(thread.path().join(file)).ok();
+    let files: Vec<String> = threads.filter_map(read).collect();
+    assert!(!files.is_empty(), "no thread of the process {pid} has a {file}");
+    files
 }
 
 /// Returns how often the threads of the process `pid` have gone to sleep, which is how often they have woken up. Threads

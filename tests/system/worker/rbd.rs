@@ -37,9 +37,7 @@ fn an_image_is_served_by_a_confined_process() {
     assert_eq!((ready.size, ready.preferred_block), (8 << 20, 4 << 20));
     assert!(ready.outlives_worker);
     // Seccomp mode 2 is a filter. Every thread of librbd has it, and no capability.
-    let threads = threads(worker.child.id(), "status");
-    assert!(!threads.is_empty());
-    for status in threads {
+    for status in threads(worker.child.id(), "status") {
         let line = |key: &str| status.lines().find_map(|l| l.strip_prefix(key)).unwrap().trim();
         assert_eq!((line("Seccomp:"), line("NoNewPrivs:")), ("2", "1"), "{status}");
         assert_eq!(line("CapEff:"), "0000000000000000", "{status}");
