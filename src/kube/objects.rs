@@ -1,5 +1,5 @@
 //! Objects of Kubernetes with only the fields that the controller reads. The complete types need a tenth of the
-//! program, and the memory of a large cluster. They are for reading and for patches: to replace an object with one of
+//! program. They are for reading and for patches: to replace an object with one of
 //! these would delete its other fields.
 //!
 //! Source: staging/src/k8s.io/api/core/v1/types.go and storage/v1/types.go of Kubernetes.

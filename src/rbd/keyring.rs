@@ -107,7 +107,7 @@ fn key<'a>(keyring: &'a [u8], client: &str, file: &CredentialFile) -> Result<(&'
         found = Some(value);
     }
     let key = found.ok_or_else(|| no_key(&clients, client, file))?;
-    Ok((key, is_aes256k(key, client, file)?))
+    Ok((key, check(key, client, file)?))
 }
 
 /// As Ceph decodes keys (`ceph_unarmor`): base64 with padding, and with any value of the bits that no byte uses.
@@ -118,7 +118,7 @@ fn encoding() -> Encoding {
 }
 
 /// Checks that a librados can decode a key. Returns whether the key is of the type aes256k.
-fn is_aes256k(key: &[u8], client: &str, file: &CredentialFile) -> Result<bool> {
+fn check(key: &[u8], client: &str, file: &CredentialFile) -> Result<bool> {
     let malformed = || {
         invalid(format!("the key of {client} in the {file} is malformed"))
             .with_repair(new_keyring(client, file))
